@@ -1,0 +1,20 @@
+"""One consistent loss scale and one skip decision across all ranks."""
+
+from distscale.errors import ConfigError as ConfigError
+from distscale.errors import DesyncError as DesyncError
+from distscale.errors import DistScaleError as DistScaleError
+from distscale.errors import ProtocolError as ProtocolError
+from distscale.errors import ScaleExhaustedError as ScaleExhaustedError
+from distscale.policy import DynamicScale as DynamicScale
+from distscale.policy import NoScaling as NoScaling
+from distscale.policy import Policy as Policy
+from distscale.policy import StaticScale as StaticScale
+from distscale.record import Culprit as Culprit
+from distscale.record import JsonlRecord as JsonlRecord
+from distscale.record import StepReport as StepReport
+from distscale.reducers import LocalReducer as LocalReducer
+from distscale.reducers import ProcessGroupReducer as ProcessGroupReducer
+from distscale.reducers import Reducer as Reducer
+from distscale.scaler import DistributedGradScaler as DistributedGradScaler
+
+__version__ = "0.1.0"

@@ -1,0 +1,108 @@
+"""The saved state of a scaler: plain numbers and strings, versioned, checked before anything is changed.
+
+The first five keys are those of ``torch.amp.GradScaler``, which can load this state and whose state loads here.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distscale.errors import ConfigError
+from distscale.policy import DynamicScale, Policy
+
+__all__ = ["TORCH_RULE_FIELDS", "VERSION", "SavedState", "decode", "encode"]
+
+VERSION = 1
+TORCH_RULE_FIELDS = ("growth_factor", "backoff_factor", "growth_interval")
+_RULE_FIELDS = (*TORCH_RULE_FIELDS, "hysteresis", "min_scale", "max_scale")
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Everything that a restart must bring back."""
+
+    scale: float
+    growth_tracker: int
+    hysteresis_tracker: int
+    blocked_steps: int
+    step: int
+
+
+def encode(policy: Policy, state: SavedState) -> dict[str, Any]:
+    """Returns the state dict. The rule travels with the state, as it does in torch."""
+    rule = policy if isinstance(policy, DynamicScale) else DynamicScale()
+    return {
+        "scale": state.scale,
+        **{key: getattr(rule, key) for key in _RULE_FIELDS},
+        "_growth_tracker": state.growth_tracker,
+        "hysteresis_tracker": state.hysteresis_tracker,
+        "blocked_steps": state.blocked_steps,
+        "step": state.step,
+        "policy": policy.name,
+        "version": VERSION,
+    }
+
+
+def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState]:
+    """Reads a state dict of this library or of torch's GradScaler.
+
+    Args:
+        policy: of the scaler that loads; the saved rule replaces its own, with a warning where they differ.
+
+    Returns:
+        The policy and the state to go on with.
+
+    Raises:
+        ConfigError: if the dict is empty, foreign, of a newer version, of another policy, or holds an impossible value.
+    """
+    if not saved:
+        raise ConfigError("the saved scaler state is empty; it was probably saved from a scaler with enabled=False")
+    missing = [key for key in ("scale", *TORCH_RULE_FIELDS, "_growth_tracker") if key not in saved]
+    if missing:
+        raise ConfigError(f"this is not the state of a gradient scaler: it has no {', '.join(map(repr, missing))}")
+    version = saved.get("version", VERSION)
+    if not isinstance(version, int) or version > VERSION:
+        raise ConfigError(f"the saved scaler state has version {version!r}; this distscale reads versions up to {VERSION}")
+    kind = saved.get("policy", DynamicScale.name)
+    if kind != policy.name:
+        raise ConfigError(
+            f"the saved scaler state is of policy {kind!r} and this scaler has policy {policy.name!r}; "
+            f"build the scaler with policy={kind!r}, or do not load the state to start afresh"
+        )
+    rule = {key: _number(saved, key) for key in _RULE_FIELDS if key in saved} if kind == DynamicScale.name else {}
+    for key in ("growth_interval", "hysteresis"):
+        if key in rule:
+            rule[key] = _count(saved, key)
+    changed = [f"{key} from {getattr(policy, key):g} to {value:g}" for key, value in rule.items() if getattr(policy, key) != value]
+    try:
+        policy = replace(policy, init_scale=_number(saved, "scale"), **rule)  # type: ignore[type-var]
+    except ConfigError as error:
+        raise ConfigError(f"the saved scaler state cannot be used: {error}") from None
+    state = SavedState(
+        scale=policy.init_scale,
+        growth_tracker=_count(saved, "_growth_tracker"),
+        hysteresis_tracker=_count(saved, "hysteresis_tracker", policy.hysteresis),
+        blocked_steps=_count(saved, "blocked_steps", 0),
+        step=_count(saved, "step", 0),
+    )
+    if changed:
+        warnings.warn(f"the loaded scaler state changes {', '.join(changed)}", stacklevel=3)
+    return policy, state
+
+
+def _number(saved: Mapping[str, Any], key: str) -> float:
+    value = saved[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"the saved scaler state cannot be used: {key} is {value!r}, not a finite number")
+    return value
+
+
+def _count(saved: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = saved.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"the saved scaler state cannot be used: {key} is {value!r}, not a whole number from 0 up")
+    return value

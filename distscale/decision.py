@@ -1,0 +1,148 @@
+"""One decision on its way from the reduced vectors to the host: what it says, and what it forbids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distscale.errors import DesyncError, ProtocolError
+from distscale.exchange import Agreed, Flag, Verdict, read_agreed, read_culprit, read_flag, read_slots
+from distscale.policy import ScaleState
+from distscale.record import AmaxByTensor, Culprit, HostCopy, StepReport
+from distscale.table import SlotTable, check_equal
+
+__all__ = ["Decision"]
+
+_SHOWN_AS_FLOAT = (Agreed.SCALE, Agreed.LOSS_SCALE)
+
+
+@dataclass
+class Decision:
+    """Device tensors of one exchange, and what the host can read from them once their copy has arrived."""
+
+    step: int
+    table: SlotTable
+    has_norm: bool
+    maxima: Tensor
+    """int32: reduced, see :mod:`distscale.exchange`."""
+    verdict: Verdict
+    loss_scale: Tensor
+    """fp32, shape (): the scale that the gradients carried."""
+    next_state: ScaleState
+    """Of the policy, if nothing else happens before ``update()``."""
+    _copy: HostCopy | None = None
+
+    def _send(self) -> None:
+        """Starts the copy to the host. Syncs host: no."""
+        numbers = (
+            self.verdict.found_inf,
+            self.loss_scale,
+            self.next_state.scale,
+            self.next_state.blocked_steps,
+            self.verdict.grad_norm,
+            self.verdict.clip_coef,
+        )
+        device = self.maxima.device
+        self._copy = HostCopy([self.maxima, torch.stack([number.to(device).double() for number in numbers])])
+
+    def settle(self, next_state: ScaleState) -> None:
+        """Notes the state that the update has committed, and sends whatever the host does not have yet."""
+        if self._copy is None or next_state is not self.next_state:
+            self.next_state = next_state
+            self._send()
+
+    def is_ready(self) -> bool:
+        """Whether a copy has been sent and has arrived; never waits."""
+        return self._copy is not None and self._copy.is_ready()
+
+    @property
+    def skipped(self) -> bool:
+        return bool(self._read()[1][0])
+
+    @property
+    def scale(self) -> float:
+        return float(self._read()[1][1])
+
+    @property
+    def blocked_steps(self) -> int:
+        return int(self._read()[1][3])
+
+    @property
+    def clip_coef(self) -> float:
+        return float(self._read()[1][5])
+
+    def report(self) -> StepReport:
+        """Syncs host: yes, for the copy of this decision alone."""
+        maxima, numbers = self._read()
+        found_inf, scale, next_scale, _, grad_norm, clip_coef = map(float, numbers)
+        unscaled = read_flag(maxima, Flag.UNSCALED) is not None
+        return StepReport(
+            step=self.step,
+            skipped=bool(found_inf),
+            scale=scale,
+            next_scale=next_scale,
+            grad_norm=grad_norm if self.has_norm else None,
+            clip_coef=clip_coef if self.has_norm and not found_inf else None,
+            culprit=self._culprit(maxima),
+            amax=AmaxByTensor(self.table.names, read_slots(maxima), 1.0 if unscaled else 1.0 / scale),
+            vetoed_by=read_flag(maxima, Flag.VETO),
+            stop_requested=read_flag(maxima, Flag.STOP) is not None,
+        )
+
+    def raise_if_broken(self, gather_values: Callable[[], list[dict[str, object]]] | None = None) -> None:
+        """Raises if the ranks could not decide; the step was then applied on none of them. Syncs host: yes.
+
+        Args:
+            gather_values: returns every rank's agreed values, so that an error can name the ranks. A collective, called
+                only if ranks differ; None where ranks may come here at different times.
+
+        Raises:
+            DesyncError: if an agreed value differs between ranks.
+            ProtocolError: if a rank failed before the exchange, or none has scaled a loss.
+        """
+        maxima, _ = self._read()
+        failed = read_flag(maxima, Flag.FAILED)
+        if failed is not None:
+            raise ProtocolError(
+                f"rank {failed} failed before the exchange of step {self.step}, so no rank applied it; "
+                "that rank's own error says why"
+            )
+        differing = read_agreed(maxima)
+        if differing and gather_values is not None:
+            check_equal(gather_values(), f"at step {self.step}")
+        for key, low, high in differing:
+            values = [_shown(key, bits) for bits in (low, high)]
+            raise DesyncError(
+                f"ranks differ in {key.label} at step {self.step}: from {values[0]} to {values[1]}. "
+                "It must be equal on all ranks; no rank applied the step"
+            )
+        if read_flag(maxima, Flag.SCALED) is None:
+            raise ProtocolError(
+                "step() was called, but no rank has called scaler.scale(loss): the gradients would be divided by a "
+                "scale that their loss was never multiplied with. Use scaler.scale(loss).backward()"
+            )
+
+    def _culprit(self, maxima: np.ndarray) -> Culprit | None:
+        found = read_culprit(maxima)
+        if found is None:
+            return None
+        slot, rank, is_nan = found
+        return Culprit(rank, "loss" if slot is None else self.table.names[slot], "nan" if is_nan else "inf")
+
+    def _read(self) -> list[np.ndarray]:
+        if self._copy is None:
+            self._send()
+        assert self._copy is not None
+        return self._copy.read()
+
+
+def _shown(key: Agreed, bits: int) -> str:
+    if key in _SHOWN_AS_FLOAT:
+        value = float(np.int32(bits).view(np.float32))
+        return f"{value:g}" if math.isfinite(value) else str(value)
+    return str(bits)

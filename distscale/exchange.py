@@ -1,0 +1,171 @@
+"""The vectors of the one exchange: what a rank writes into them, and what their reduction means.
+
+``maxima`` (int32, reduced by MAX) is a header of fixed size, then one slot a tensor::
+
+    stop | failed | veto | scaled | unscaled | loss | x, ~x for each agreed value | amax bits of every slot
+
+``sums`` (float64, reduced by SUM, only when a norm is wanted) is the squared norm of the unscaled gradients.
+
+Two encodings make MAX enough. A value that must be equal on all ranks travels as ``x`` and ``~x``: their maxima are
+complements only if no rank differs. A non-finite slot carries the rank that found it in the mantissa bits, which mean
+nothing in an inf or NaN; so the largest slot is at once the flag, the kind and the place.
+
+Everything here is a pure function of its arguments, and of the reduced vectors alone after the exchange: ranks
+compute the same bits because they compute the same thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distscale.policy import Outcome, ScaleState
+from distscale.sweep import INF_BITS
+
+__all__ = ["Agreed", "Flag", "Verdict", "judge", "mark_rank", "pack", "read_agreed", "read_flag"]
+
+_NAN_BITS = 0x7FC00000
+_RANK_MASK = 0x003FFFFF  # the mantissa bits below NaN's first: over four million ranks
+
+
+class Flag(IntEnum):
+    """Positions of the header's flags: 0, or rank + 1 of the highest rank that raised it."""
+
+    STOP = 0
+    """Wants the run to end."""
+    FAILED = 1
+    """Raised an exception before the exchange; takes part so that its peers do not wait for it."""
+    VETO = 2
+    """Wants this step skipped."""
+    SCALED = 3
+    """Has scaled a loss, now or earlier."""
+    UNSCALED = 4
+    """Its gradients were already unscaled when they were swept."""
+    LOSS = 5
+    """Not a flag but a slot: marked bits of a non-finite loss."""
+
+
+class Agreed(IntEnum):
+    """Values that must be equal on all ranks, in the order of their pairs."""
+
+    SCALE = 0
+    LOSS_SCALE = 1
+    GROWTH_TRACKER = 2
+    HYSTERESIS_TRACKER = 3
+    BLOCKED_STEPS = 4
+    STEP = 5
+    TABLE = 6
+
+    @property
+    def label(self) -> str:
+        """As an error message calls it."""
+        return "the table of tensors" if self is Agreed.TABLE else self.name.lower()
+
+
+_AGREED_AT = len(Flag)
+_SLOTS_AT = _AGREED_AT + 2 * len(Agreed)
+
+
+def mark_rank(bits: Tensor, rank: int) -> Tensor:
+    """Writes ``rank`` into every non-finite entry of ``bits`` (int32, amax bits); finite entries stay as they are."""
+    assert 0 <= rank <= _RANK_MASK
+    marked = torch.where(bits > INF_BITS, _NAN_BITS | rank, INF_BITS | rank)
+    return torch.where(bits >= INF_BITS, marked, bits).int()
+
+
+def pack(
+    flags: Sequence[int], step: int, digest: int, loss: Tensor, state: ScaleState, loss_scale: Tensor, slots: Tensor
+) -> Tensor:
+    """Builds this rank's ``maxima``.
+
+    Args:
+        flags: one number for each :class:`Flag` but LOSS.
+        step: number of the update that this step belongs to.
+        digest: of the slot table.
+        loss: int32, shape (): marked bits of a non-finite loss, or 0.
+        state: of the policy.
+        loss_scale: fp32, shape (): the scale that the gradients carry.
+        slots: int32, shape (num_slots,): marked amax bits, 0 where this rank holds nothing.
+
+    Returns:
+        int32, shape (header + num_slots,), on the device of ``slots``. Syncs host: no.
+    """
+    device = slots.device
+    on_host = torch.tensor([*flags, step, digest], dtype=torch.int32, pin_memory=device.type == "cuda")
+    from_host = on_host.to(device, non_blocking=True)
+    counters = torch.stack([state.growth_tracker, state.hysteresis_tracker, state.blocked_steps])
+    scales = torch.stack([state.scale, loss_scale]).view(torch.int32)
+    agreed = torch.cat([scales.to(device), counters.to(device), from_host[-2:]])
+    return torch.cat([from_host[:-2], loss.to(device).view(1), agreed, ~agreed, slots])
+
+
+class Verdict(NamedTuple):
+    """The decision, as device tensors of shape ()."""
+
+    found_inf: Tensor
+    """fp32: 1 if the step is skipped, for whatever reason, else 0; torch's name, as fused optimizers know it."""
+    outcome: Outcome
+    grad_norm: Tensor
+    """float64: norm of the unscaled gradients over all ranks; NaN if none was asked for."""
+    clip_coef: Tensor
+    """float64: in [0, 1], multiplies the unscaled gradients; 1 if nothing is clipped."""
+
+
+def judge(maxima: Tensor, sums: Tensor | None, max_norm: float | None) -> Verdict:
+    """Reads the decision off the reduced vectors. Syncs host: no.
+
+    The clip coefficient is that of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
+    """
+    zero = maxima.new_zeros((), dtype=torch.bool)
+    slots = maxima[_SLOTS_AT:]
+    overflow = (slots >= INF_BITS).any() if slots.numel() else zero
+    lost = maxima[Flag.LOSS] >= INF_BITS
+    agreed, complements = maxima[_AGREED_AT:_SLOTS_AT].view(2, len(Agreed)).unbind()
+    broken = (agreed != ~complements).any() | (maxima[Flag.FAILED] > 0) | (maxima[Flag.SCALED] == 0)
+    skip = overflow | lost | broken | (maxima[Flag.VETO] > 0)
+
+    one = maxima.new_ones((), dtype=torch.float64)
+    grad_norm = one * float("nan") if sums is None else sums.sum().sqrt().to(maxima.device)
+    clip_coef = one if sums is None or max_norm is None else (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    return Verdict(skip.float(), Outcome(overflow & ~lost, lost, ~skip), grad_norm, clip_coef)
+
+
+def read_flag(maxima: np.ndarray, flag: Flag) -> int | None:
+    """The highest rank that raised ``flag``, or None. On the host."""
+    value = int(maxima[flag])
+    return value - 1 if value else None
+
+
+def read_agreed(maxima: np.ndarray) -> list[tuple[Agreed, int, int]]:
+    """The agreed values that differ between ranks, with their smallest and largest bits. On the host."""
+    pairs = maxima[_AGREED_AT:_SLOTS_AT].reshape(2, len(Agreed))
+    return [(key, int(~pairs[1, key]), int(pairs[0, key])) for key in Agreed if pairs[0, key] != ~pairs[1, key]]
+
+
+def read_slots(maxima: np.ndarray) -> np.ndarray:
+    """The slots as float32: the amax of every tensor over all ranks, inf or NaN where one was found. On the host."""
+    slots = maxima[_SLOTS_AT:].copy()
+    slots[slots >= INF_BITS] &= ~_RANK_MASK
+    return slots.view(np.float32)
+
+
+def read_culprit(maxima: np.ndarray) -> tuple[int | None, int, bool] | None:
+    """The non-finite value to report: (slot or None for the loss, rank, whether it is a NaN). On the host.
+
+    Among several tensors it is the last in the table: backward runs from the last layer to the first, so a value that
+    overflows spoils the gradients of the layers before it, and the last one is nearest to where it began.
+    """
+    if maxima[Flag.LOSS] >= INF_BITS:
+        bits, slot = int(maxima[Flag.LOSS]), None
+    else:
+        bad = np.flatnonzero(maxima[_SLOTS_AT:] >= INF_BITS)
+        if not bad.size:
+            return None
+        slot = int(bad[-1])
+        bits = int(maxima[_SLOTS_AT + slot])
+    return slot, bits & _RANK_MASK, bits >= _NAN_BITS

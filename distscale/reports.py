@@ -1,0 +1,66 @@
+"""Decisions on their way to the host, in order; what they lead to once they have arrived."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from distscale.decision import Decision
+from distscale.errors import ScaleExhaustedError
+from distscale.record import StepReport
+
+__all__ = ["ReportQueue"]
+
+
+class ReportQueue:
+    """Turns decisions into reports when their copy has arrived, hands them on, and stops a run that cannot go on.
+
+    Args:
+        on_step: called with each report, in order.
+        max_consecutive_skips: see :class:`~distscale.DistributedGradScaler`.
+    """
+
+    def __init__(self, on_step: Callable[[StepReport], None] | None, max_consecutive_skips: int | None) -> None:
+        self.last: StepReport | None = None
+        self._on_step = on_step
+        self._max_consecutive_skips = max_consecutive_skips
+        self._waiting: deque[Decision] = deque()
+        self._blocked_since: int | None = None
+
+    def add(self, decision: Decision) -> None:
+        self._waiting.append(decision)
+
+    def drain(self, wait: bool) -> None:
+        """Reports what has arrived; with ``wait``, everything. Syncs host: only with ``wait``.
+
+        Raises:
+            DesyncError, ProtocolError: if the ranks could not decide.
+            ScaleExhaustedError: if too many steps in a row were skipped and no lower scale can help.
+        """
+        while self._waiting and (wait or self._waiting[0].is_ready()):
+            decision = self._waiting.popleft()
+            decision.raise_if_broken()
+            self.last = decision.report()
+            if self._on_step is not None:
+                self._on_step(self.last)
+            self._raise_if_exhausted(self.last, decision.blocked_steps)
+
+    def _raise_if_exhausted(self, report: StepReport, blocked_steps: int) -> None:
+        if blocked_steps == 0:
+            self._blocked_since = None
+            return
+        if self._blocked_since is None:
+            self._blocked_since = report.step - blocked_steps + 1
+        if self._max_consecutive_skips is None or blocked_steps < self._max_consecutive_skips or not report.culprit:
+            return
+        rank, tensor, kind = report.culprit.rank, report.culprit.tensor, report.culprit.kind
+        since = f"{blocked_steps} steps were skipped in a row, since step {self._blocked_since}"
+        if tensor == "loss":
+            raise ScaleExhaustedError(
+                f"the loss itself is not finite: {since}; last it was {kind} on rank {rank}. No loss scale can help; "
+                "look at the data and the forward pass of that rank"
+            )
+        raise ScaleExhaustedError(
+            f"{since}, and the scale, {report.scale:g}, cannot go lower: the gradient of {tensor} is {kind} on rank {rank}, "
+            "while the loss is finite. Look at that layer's backward pass, or allow a lower min_scale"
+        )

@@ -1,0 +1,62 @@
+"""From parameters to the local, dense, real tensors that hold this rank's part of the gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+__all__ = ["Shard", "is_here", "shard_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part of one gradient."""
+
+    values: Tensor
+    """Dense, real, local; shares memory with the gradient. Any floating dtype, any shape, possibly empty."""
+    num_shards: int
+    """Into how many pieces the gradient is cut over its mesh; 1 for a plain tensor."""
+
+
+def shard_of(param: Tensor) -> Shard | None:
+    """This rank's part of ``param.grad``, or None if there is no gradient.
+
+    A sparse gradient is coalesced in place first, so that duplicate indices are summed before they are checked. A
+    DTensor gradient with a pending reduction (``Partial``) is reduced first.
+
+    Collective: only for a ``Partial`` gradient, over its own mesh. Syncs host: only for a sparse gradient.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    num_shards = 1
+    if isinstance(grad, DTensor):
+        if any(placement.is_partial() for placement in grad.placements):
+            grad = grad.redistribute(
+                placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
+            )
+            param.grad = grad
+        mesh, placements = grad.device_mesh, grad.placements
+        num_shards = math.prod(
+            mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate()
+        )
+        grad = grad.to_local()
+    if grad.is_sparse:
+        if not grad.is_coalesced():
+            grad = grad.coalesce()
+            param.grad = grad
+        grad = grad._values()
+    if grad.is_complex():
+        if grad.is_conj():
+            grad = param.grad = grad.resolve_conj()
+        grad = torch.view_as_real(grad)
+    return Shard(grad.detach(), num_shards)
+
+
+def is_here(param: Tensor) -> bool:
+    """Whether this rank is part of the mesh that ``param`` lives on; true for a plain tensor."""
+    return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None

@@ -1,0 +1,82 @@
+"""The slot table: which position of the exchanged vector belongs to which tensor, agreed once by all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distscale.errors import DesyncError, ProtocolError
+from distscale.reducers import Reducer
+
+__all__ = ["SlotTable", "agree"]
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """Tensor names in slot order, the union over all ranks, equal on all of them."""
+
+    names: tuple[str, ...] = ()
+    holders: tuple[int, ...] = ()
+    """How many ranks hold (a part of) each tensor; a replicated gradient is weighted by it in the norm."""
+    slots: Mapping[str, int] = field(default_factory=dict)
+    digest: int = 0
+    """31 bits of a checksum over names and holders."""
+
+
+def agree(reducer: Reducer, names: Sequence[str], settings: Mapping[str, object], failure: str | None) -> SlotTable:
+    """Agrees on one table for all ranks, and makes sure that they follow the same rules.
+
+    Args:
+        reducer: of all ranks that share the decision.
+        names: unique names of the tensors that this rank holds, in its own order.
+        settings: what must be equal on all ranks, by name; plain comparable values.
+        failure: set if this rank could not list its tensors; every rank then raises.
+
+    Returns:
+        The union of all names: those of rank 0 first, then what later ranks add.
+
+    Raises:
+        DesyncError: if a setting differs, naming it, the ranks and the values.
+        ProtocolError: if a rank reports a failure.
+
+    Collective: yes, two small gathers at most; the names travel only if they differ. Syncs host: yes.
+    """
+    mine = tuple(names)
+    reports: list[tuple[int, dict[str, object], str | None]] = reducer.gather((_digest(mine), dict(settings), failure))
+    for rank, (_, _, problem) in enumerate(reports):
+        if problem is not None:
+            raise ProtocolError(f"rank {rank} failed before the exchange: {problem}")
+    check_equal([entry for _, entry, _ in reports], "at the first step")
+    if len({digest for digest, _, _ in reports}) == 1:
+        holders = dict.fromkeys(mine, reducer.world_size)
+    else:
+        holders = Counter(name for held in reducer.gather(mine) for name in held)
+    union = tuple(holders)
+    counts = tuple(holders.values())
+    return SlotTable(union, counts, {name: slot for slot, name in enumerate(union)}, _digest((union, counts)))
+
+
+def check_equal(values_by_rank: Sequence[Mapping[str, object]], when: str) -> None:
+    """Raises DesyncError for the first entry that is not equal on all ranks, with the ranks of each value."""
+    for key in values_by_rank[0]:
+        ranks_by_value: dict[object, list[int]] = {}
+        for rank, values in enumerate(values_by_rank):
+            ranks_by_value.setdefault(values[key], []).append(rank)
+        if len(ranks_by_value) > 1:
+            found = "; ".join(f"{value!r} on {describe_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+            raise DesyncError(
+                f"ranks differ in {key} {when}: {found}. It must be equal on all ranks; no rank applied the step"
+            )
+
+
+def describe_ranks(ranks: Sequence[int], limit: int = 8) -> str:
+    """``rank 3``, ``ranks 0, 1, 2`` or, for many, ``ranks 0, 1, 2, ... (512 in all)``."""
+    shown = ", ".join(map(str, ranks[:limit])) + (f", ... ({len(ranks)} in all)" if len(ranks) > limit else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _digest(value: Any) -> int:
+    return zlib.crc32(repr(value).encode()) & 0x7FFFFFFF
