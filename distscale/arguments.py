@@ -11,7 +11,7 @@ from torch import Tensor
 from distscale.errors import ConfigError, ProtocolError
 from distscale.policy import DynamicScale, NoScaling, Policy, StaticScale
 
-__all__ = ["check_optimizers", "make_policy", "map_tensors"]
+__all__ = ["check_max_norm", "check_optimizers", "make_policy", "map_tensors", "read_scale"]
 
 
 def make_policy(policy: Policy | str | None, rule: DynamicScale) -> Policy:
@@ -58,6 +58,16 @@ def map_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     raise ConfigError(f"scale() takes a tensor or an iterable of tensors, and got a {type(outputs).__name__}")
 
 
-def widened(loss: Tensor) -> Tensor:
-    """The loss in at least fp32, so that its product with the scale cannot overflow where the loss did not."""
-    return loss.to(torch.promote_types(loss.dtype, torch.float32))
+def check_max_norm(max_norm: float | None) -> None:
+    """Raises ConfigError unless ``max_norm`` is None or above 0; ``math.inf`` is allowed."""
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(f"max_norm={max_norm!r} is not allowed: it must be above 0, math.inf to measure, or None")
+
+
+def read_scale(new_scale: float | Tensor, like: Tensor) -> Tensor:
+    """The argument of ``update`` as a tensor like ``like``. Syncs host: no; so only a number is checked."""
+    if not isinstance(new_scale, Tensor):
+        return torch.full_like(like, StaticScale(new_scale).init_scale)
+    if new_scale.numel() != 1 or new_scale.requires_grad:
+        raise ConfigError("update(new_scale) takes a number or a tensor of one element that requires no gradient")
+    return new_scale.detach().to(like).reshape(())

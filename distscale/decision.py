@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distscale.errors import DesyncError, ProtocolError
 from distscale.exchange import Agreed, Flag, Verdict, read_agreed, read_culprit, read_flag, read_slots
-from distscale.policy import ScaleState
+from distscale.policy import Outcome, ScaleState
 from distscale.record import AmaxByTensor, Culprit, HostCopy, StepReport
 from distscale.table import SlotTable, check_equal
 
@@ -33,6 +33,8 @@ class Decision:
     verdict: Verdict
     loss_scale: Tensor
     """fp32, shape (): the scale that the gradients carried."""
+    outcome: Outcome
+    """Of this and all earlier decisions since the last update."""
     next_state: ScaleState
     """Of the policy, if nothing else happens before ``update()``."""
     _copy: HostCopy | None = None
@@ -99,7 +101,7 @@ class Decision:
 
         Args:
             gather_values: returns every rank's agreed values, so that an error can name the ranks. A collective, called
-                only if ranks differ; None where ranks may come here at different times.
+                only if ranks differ and all of them read their decision now; None if it is read later.
 
         Raises:
             DesyncError: if an agreed value differs between ranks.
@@ -113,7 +115,7 @@ class Decision:
                 "that rank's own error says why"
             )
         differing = read_agreed(maxima)
-        if differing and gather_values is not None:
+        if differing and gather_values is not None and read_flag(maxima, Flag.UNREAD) is None:
             check_equal(gather_values(), f"at step {self.step}")
         for key, low, high in differing:
             values = [_shown(key, bits) for bits in (low, high)]

@@ -2,7 +2,7 @@
 
 ``maxima`` (int32, reduced by MAX) is a header of fixed size, then one slot a tensor::
 
-    stop | failed | veto | scaled | unscaled | loss | x, ~x for each agreed value | amax bits of every slot
+    stop | failed | veto | scaled | unscaled | unread | loss | x, ~x for each agreed value | amax bits of every slot
 
 ``sums`` (float64, reduced by SUM, only when a norm is wanted) is the squared norm of the unscaled gradients.
 
@@ -46,7 +46,9 @@ class Flag(IntEnum):
     """Has scaled a loss, now or earlier."""
     UNSCALED = 4
     """Its gradients were already unscaled when they were swept."""
-    LOSS = 5
+    UNREAD = 5
+    """Steps on the device and reads the decision some time later, so that it cannot be asked for more now."""
+    LOSS = 6
     """Not a flag but a slot: marked bits of a non-finite loss."""
 
 

@@ -49,6 +49,10 @@ class Outcome(NamedTuple):
     clean: Tensor
     """Nothing was wrong and nothing was vetoed."""
 
+    def on(self, device: torch.device) -> Outcome:
+        """The same on another device."""
+        return Outcome(*(flag.to(device, non_blocking=True) for flag in self))
+
     def followed_by(self, other: Outcome) -> Outcome:
         """Of two decisions before one update."""
         return Outcome(self.overflow | other.overflow, self.lost | other.lost, self.clean & other.clean)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from distscale.decision import Decision
-from distscale.errors import ScaleExhaustedError
+from distscale.errors import ConfigError, ScaleExhaustedError
 from distscale.record import StepReport
 
 __all__ = ["ReportQueue"]
@@ -21,6 +21,8 @@ class ReportQueue:
     """
 
     def __init__(self, on_step: Callable[[StepReport], None] | None, max_consecutive_skips: int | None) -> None:
+        if max_consecutive_skips is not None and max_consecutive_skips < 1:
+            raise ConfigError(f"max_consecutive_skips={max_consecutive_skips!r} is not allowed: at least 1, or None")
         self.last: StepReport | None = None
         self._on_step = on_step
         self._max_consecutive_skips = max_consecutive_skips

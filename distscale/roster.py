@@ -96,7 +96,7 @@ class Roster:
                     parts[slot] = Part(shard.values, slot, shard.num_shards / table.holders[slot], is_scaled)
         return list(parts.values())
 
-    def values(self, *optimizers: Optimizer) -> list[Tensor]:
+    def values(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """This rank's part of every gradient of ``optimizers``, each once."""
         self.meet(optimizers)
         params = {id(param): param for optimizer in optimizers for _, param in self._entries[optimizer].named}

@@ -9,13 +9,14 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from distscale.sweep.reference import INF_BITS as INF_BITS
 from distscale.sweep.reference import amax_bits as amax_bits
 from distscale.sweep.reference import scale_ as scale_
 from distscale.sweep.reference import sum_of_squares as sum_of_squares
 
-__all__ = ["INF_BITS", "Part", "amax_bits", "scale_", "sum_of_squares", "sweep"]
+__all__ = ["INF_BITS", "Part", "amax_bits", "loss_bits", "scale_", "sum_of_squares", "sweep"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -69,6 +70,16 @@ def sweep(
             weights = _constant(tuple(part.weight for part in here), torch.float64, place)
             total += (torch.dot(weights, sum_of_squares(values)) * inv * inv).to(device, non_blocking=True)
     return slots, total
+
+
+def loss_bits(loss: Tensor) -> Tensor:
+    """amax bits of a loss, int32, shape (), on its device; 0 for one that is not floating point. Syncs host: no."""
+    local = loss.detach().to_local() if isinstance(loss, DTensor) else loss.detach()
+    if local.is_complex():
+        local = torch.view_as_real(local.resolve_conj())
+    if not local.is_floating_point():
+        return torch.zeros((), dtype=torch.int32, device=local.device)
+    return amax_bits([local])[0]
 
 
 def _largest(dtype: torch.dtype) -> float:

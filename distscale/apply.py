@@ -1,0 +1,61 @@
+"""Carrying a decision out: the gradients get their final values, the optimizer steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from distscale.decision import Decision
+from distscale.sweep import scale_
+
+__all__ = ["num_gradients", "step_fused", "takes_grad_scale", "unscale_and_clip"]
+
+
+def takes_grad_scale(optimizer: Optimizer) -> bool:
+    """Whether the optimizer unscales and skips on the device, by its ``grad_scale`` and ``found_inf`` (``fused=True``).
+
+    Optimizers of torch's older contract, which take the scaler itself as an argument, are treated like any other.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and (
+        "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    )
+
+
+def num_gradients(optimizer: Optimizer) -> int:
+    """How many parameters of ``optimizer`` have a gradient."""
+    return sum(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+
+
+def unscale_and_clip(values: Sequence[Tensor], decision: Decision, is_unscaled: bool) -> None:
+    """Multiplies gradients by ``1 / scale x clip coefficient``, once, unless that is 1. Syncs host: no, if it was read.
+
+    Args:
+        values: local shards, any mix of dtypes and devices.
+        is_unscaled: whether they do not carry the scale any more, so that only clipping is left.
+    """
+    clip = decision.verdict.clip_coef
+    if values and decision.clip_coef != (1.0 if is_unscaled else decision.scale):
+        inv_scale = decision.loss_scale.double().reciprocal().to(clip.device)
+        scale_(values, (clip if is_unscaled else clip * inv_scale).float())
+
+
+def step_fused(optimizer: Optimizer, decision: Decision, is_unscaled: bool, kwargs: Mapping[str, Any]) -> Any:
+    """Steps an optimizer that unscales, clips and skips in its own kernel. Syncs host: no.
+
+    A ``grad_scale`` that the user has set on the optimizer is multiplied with, as in torch.
+    """
+    grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    if decision.has_norm or not is_unscaled:
+        carried = 1.0 if is_unscaled else decision.loss_scale.double()
+        divisor = carried / decision.verdict.clip_coef.to(decision.loss_scale.device)
+        grad_scale = (divisor if grad_scale is None else divisor * grad_scale).float()
+    optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+    optimizer.found_inf = decision.verdict.found_inf  # type: ignore[attr-defined]
+    try:
+        return optimizer.step(**kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

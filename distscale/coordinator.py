@@ -1,0 +1,160 @@
+"""From gradients to an agreed verdict: sweep, exchange, judge. All ranks go through it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from distscale.decision import Decision
+from distscale.exchange import judge, mark_rank, pack
+from distscale.policy import NoScaling, Outcome, Policy, ScaleState
+from distscale.reducers import Reducer, default_reducer
+from distscale.roster import Listing, NameSource, Roster
+from distscale.sweep import sweep
+from distscale.table import SlotTable, agree
+
+__all__ = ["Coordinator", "Situation"]
+
+# Sent in place of the table's digest by a rank that needs a new table; no digest is negative.
+_TABLE_CHANGES = -1
+
+
+@dataclass(frozen=True)
+class Situation:
+    """This rank's side of a step, before the exchange."""
+
+    step: int
+    policy: Policy
+    state: ScaleState
+    outcome: Outcome | None
+    """Of earlier decisions since the last update."""
+    loss_scale: Tensor
+    """fp32, shape (): the scale that the gradients carry."""
+    loss_bits: Tensor | None
+    """int32, shape (): amax bits of the losses that were scaled; None if there were none."""
+    unscaled: Sequence[Optimizer]
+    """Those whose gradients do not carry the scale any more."""
+    stop: bool
+    veto: bool
+    has_scaled: bool
+    """Whether this rank has ever scaled a loss."""
+    reads: bool
+    """Whether this rank reads the decision on the host before it goes on."""
+
+    def agreed_values(self, table: SlotTable) -> dict[str, object]:
+        """What must be equal on all ranks, readable, for an error message. Syncs host: yes."""
+        scale, *trackers = self.state
+        return {
+            "scale": float(scale),
+            "loss_scale": float(self.loss_scale),
+            **{key: int(value) for key, value in zip(ScaleState._fields[1:], trackers, strict=True)},
+            "step": self.step,
+            "the table of tensors": table.digest,
+        }
+
+
+class Coordinator:
+    """Holds what the ranks have agreed on once: who takes part, and which slot belongs to which tensor.
+
+    Args:
+        process_group: for the default reducer, which is made at the first step.
+        reducer: instead of the default one.
+        names: see :class:`~distscale.roster.Roster`.
+        max_norm: see :class:`~distscale.DistributedGradScaler`.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup | DeviceMesh | None,
+        reducer: Reducer | None,
+        names: NameSource | None,
+        max_norm: float | None,
+    ) -> None:
+        self.roster = Roster(names)
+        self.max_norm = max_norm
+        self._process_group = process_group
+        self._reducer = reducer
+        self._table: SlotTable | None = None
+
+    def fresh(self) -> Coordinator:
+        """One with the same arguments that has agreed on nothing yet. Names from an iterable or a model are not kept."""
+        return Coordinator(self._process_group, self._reducer, None, self.max_norm)
+
+    def decide(self, optimizers: Sequence[Optimizer], now: Situation) -> Decision:
+        """Finds out whether all ranks may step ``optimizers``.
+
+        A rank on which this fails takes part in the exchange all the same, so that its peers do not wait for it.
+
+        Collective: yes, one exchange. When an optimizer is new, which it must be on all ranks at once, a gather comes
+        before it; when one has other parameters, an exchange and a gather. Syncs host: no, but in those two cases.
+
+        Raises:
+            DesyncError, ProtocolError: if the set-up fails.
+            Exception: whatever kept this rank from sweeping its gradients.
+        """
+        if self._reducer is None:
+            self._reducer = default_reducer(self._process_group)
+        failure: Exception | None = None
+        listings: set[Listing] = set()
+        try:
+            listings = self.roster.meet(optimizers)
+        except Exception as error:
+            failure = error
+        if Listing.CHANGED in listings:
+            # Ranks whose optimizers have not changed are in their normal exchange: tell them apart there, not in a hang.
+            assert self._table is not None
+            self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now)
+        if self._table is None or listings - {Listing.LISTED}:
+            settings = {"policy": now.policy.name, **asdict(now.policy), "max_norm": self.max_norm}  # type: ignore[call-overload]
+            self._table = agree(self._reducer, self.roster.names, settings, repr(failure) if failure else None)
+            self.roster.mark_listed()
+        return self._exchange(optimizers, now, self._table, self._table.digest, failure)
+
+    def raise_if_broken(self, decision: Decision, now: Situation) -> None:
+        """Waits for a decision on the host, and raises if the ranks could not decide.
+
+        All ranks come here at the same step, so that the error can name the ranks. Collective: only if it raises.
+        """
+        reducer = self._reducer
+        assert reducer is not None
+        decision.raise_if_broken(lambda: reducer.gather(now.agreed_values(decision.table)))
+
+    def _exchange(
+        self, optimizers: Sequence[Optimizer], now: Situation, table: SlotTable, digest: int, failure: Exception | None
+    ) -> Decision:
+        assert self._reducer is not None
+        reducer = self._reducer
+        device = reducer.device(now.state.scale.device)
+        inv_scale = now.loss_scale.double().reciprocal()
+        want_norm = self.max_norm is not None
+        try:
+            parts = self.roster.parts(optimizers, table, now.unscaled) if failure is None else []
+            slots, sums = sweep(parts, len(table.names), inv_scale, want_norm, device)
+        except Exception as error:
+            failure = error
+            slots, sums = sweep([], len(table.names), inv_scale, want_norm, device)
+        has_scaled = now.has_scaled or isinstance(now.policy, NoScaling)
+        flags = (now.stop, failure is not None, now.veto, has_scaled, bool(now.unscaled), not now.reads)
+        maxima = pack(
+            [reducer.rank + 1 if flag else 0 for flag in flags],
+            now.step,
+            digest,
+            slots.new_zeros(()) if now.loss_bits is None else mark_rank(now.loss_bits, reducer.rank),
+            now.state,
+            now.loss_scale,
+            mark_rank(slots, reducer.rank),
+        )
+        reducer.reduce_(maxima, sums)
+        if failure is not None:
+            raise failure
+        verdict = judge(maxima, sums, self.max_norm)
+        outcome = verdict.outcome.on(now.state.scale.device)
+        if now.outcome is not None:
+            outcome = now.outcome.followed_by(outcome)
+        next_state = now.policy.next_state(now.state, outcome)
+        return Decision(now.step, table, want_norm, maxima, verdict, now.loss_scale, outcome, next_state)
