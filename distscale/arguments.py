@@ -39,7 +39,9 @@ def check_optimizers(optimizers: Sequence[Any], kwargs: Mapping[str, Any]) -> No
         if hasattr(optimizer, "param_groups") and hasattr(optimizer, "step"):
             continue
         if not callable(optimizer):
-            raise ProtocolError(f"step() takes optimizers, and got a {type(optimizer).__name__}; pass the optimizers only")
+            raise ProtocolError(
+                f"step() takes optimizers, and got a {type(optimizer).__name__}; pass the optimizers only"
+            )
         closure = True
     if closure:
         raise ProtocolError(

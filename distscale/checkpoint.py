@@ -66,7 +66,9 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
         raise ConfigError(f"this is not the state of a gradient scaler: it has no {', '.join(map(repr, missing))}")
     version = saved.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
-        raise ConfigError(f"the saved scaler state has version {version!r}; this distscale reads versions up to {VERSION}")
+        raise ConfigError(
+            f"the saved scaler state has version {version!r}; this distscale reads versions up to {VERSION}"
+        )
     kind = saved.get("policy", DynamicScale.name)
     if kind != policy.name:
         raise ConfigError(
@@ -77,7 +79,11 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
     for key in ("growth_interval", "hysteresis"):
         if key in rule:
             rule[key] = _count(saved, key)
-    changed = [f"{key} from {getattr(policy, key):g} to {value:g}" for key, value in rule.items() if getattr(policy, key) != value]
+    changed = [
+        f"{key} from {getattr(policy, key):g} to {value:g}"
+        for key, value in rule.items()
+        if getattr(policy, key) != value
+    ]
     try:
         policy = replace(policy, init_scale=_number(saved, "scale"), **rule)  # type: ignore[type-var]
     except ConfigError as error:

@@ -82,7 +82,7 @@ class Coordinator:
         self._table: SlotTable | None = None
 
     def fresh(self) -> Coordinator:
-        """One with the same arguments that has agreed on nothing yet. Names from an iterable or a model are not kept."""
+        """One with the same arguments that has agreed on nothing yet; the names given to this one are not kept."""
         return Coordinator(self._process_group, self._reducer, None, self.max_norm)
 
     def decide(self, optimizers: Sequence[Optimizer], now: Situation) -> Decision:
@@ -106,7 +106,7 @@ class Coordinator:
         except Exception as error:
             failure = error
         if Listing.CHANGED in listings:
-            # Ranks whose optimizers have not changed are in their normal exchange: tell them apart there, not in a hang.
+            # Ranks whose optimizers did not change are in their normal exchange: find that out there, not in a hang.
             assert self._table is not None
             self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now)
         if self._table is None or listings - {Listing.LISTED}:

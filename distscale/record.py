@@ -84,11 +84,11 @@ class HostCopy:
             self._host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
             for host, tensor in zip(self._host, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
     def is_ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[np.ndarray]:
         """Waits for the copy. Syncs host: yes, for this copy alone."""

@@ -63,6 +63,6 @@ class ReportQueue:
                 "look at the data and the forward pass of that rank"
             )
         raise ScaleExhaustedError(
-            f"{since}, and the scale, {report.scale:g}, cannot go lower: the gradient of {tensor} is {kind} on rank {rank}, "
-            "while the loss is finite. Look at that layer's backward pass, or allow a lower min_scale"
+            f"{since}, and the scale, {report.scale:g}, cannot go lower: the gradient of {tensor} is {kind} on rank "
+            f"{rank}, while the loss is finite. Look at that layer's backward pass, or allow a lower min_scale"
         )

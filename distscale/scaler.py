@@ -104,7 +104,12 @@ class DistributedGradScaler(ScaleKeeper):
         self._stepped: list[Optimizer] = []  # since the loss scale was last set
         self._warm: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # fused ones, and for how many gradients
         self._stop_requested = False
-        self._begin_step()
+
+        # Between two updates.
+        self._scale_may_differ = True  # from the one that the gradients carry
+        self._loss_bits: Tensor | None = None
+        self._veto_reason: str | None = None
+        self._decisions: list[Decision] = []
 
     # ---------------------------------------------------------------- the calls of a step
 
@@ -134,7 +139,7 @@ class DistributedGradScaler(ScaleKeeper):
         name = type(optimizer).__name__
         if stage is OptState.UNSCALED:
             raise ProtocolError(
-                f"unscale_() was called twice for {name} since the last update(), which would divide its gradients twice. "
+                f"unscale_() was called twice for {name} since the last update(), which divides its gradients twice. "
                 "Call it once a step, after the last backward(); to clip, pass max_norm= to the scaler instead"
             )
         if stage is OptState.STEPPED:
@@ -201,7 +206,9 @@ class DistributedGradScaler(ScaleKeeper):
             self._decide(unstepped, reads=True)
         self._stepped += unstepped
         if new_scale is None and not self._decisions:
-            raise ProtocolError("update() was called, but no step() since the last update(); call step(optimizer) first")
+            raise ProtocolError(
+                "update() was called without a step() since the last update(); call step(optimizer) first"
+            )
         state = self._decisions[-1].next_state if self._decisions else self._state()
         if new_scale is not None:
             state = state._replace(scale=read_scale(new_scale, state.scale))
@@ -335,14 +342,14 @@ class DistributedGradScaler(ScaleKeeper):
         """Forgets what belongs to the step that has ended."""
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scale_may_differ = True
-        self._loss_bits: Tensor | None = None
-        self._veto_reason: str | None = None
-        self._decisions: list[Decision] = []
+        self._loss_bits = None
+        self._veto_reason = None
+        self._decisions = []
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy meets its optimizers and agrees on a table anew.
-        coordinator = self._coordinator.fresh()
-        return {**super().__getstate__(), "_coordinator": coordinator, "_loss_scale": None, "_stepped": [], "_warm": None}
+        fresh = {"_coordinator": self._coordinator.fresh(), "_loss_scale": None, "_stepped": [], "_warm": None}
+        return {**super().__getstate__(), **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -55,10 +55,13 @@ class ScaleKeeper(GradScaler):
         """
         if not self._enabled:
             return {}
-        trackers = [self._init_growth_tracker, self._init_hysteresis_tracker, self._init_blocked_steps]
-        if self._scale is not None:
-            trackers = [int(tracker) for tracker in self._state()[1:]]
-        return checkpoint.encode(self._policy, checkpoint.SavedState(self.get_scale(), *trackers, self._step))
+        growth, hysteresis, blocked = (
+            (self._init_growth_tracker, self._init_hysteresis_tracker, self._init_blocked_steps)
+            if self._scale is None
+            else (int(tracker) for tracker in self._state()[1:])
+        )
+        saved = checkpoint.SavedState(self.get_scale(), growth, hysteresis, blocked, self._step)
+        return checkpoint.encode(self._policy, saved)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores a state of this class or of torch's GradScaler, on any number of ranks; all load the same.

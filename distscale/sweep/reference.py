@@ -112,10 +112,11 @@ def _as_float32_bits(native: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(shard: Tensor) -> Iterator[Tensor]:
-    return iter(_flat(shard).split(_CPU_CHUNK if shard.device.type == "cpu" else _DEVICE_CHUNK))
+    return iter(torch.split(_flat(shard), _CPU_CHUNK if shard.device.type == "cpu" else _DEVICE_CHUNK))
 
 
 def _flat(shard: Tensor) -> Tensor:
     """All values in storage order, without a copy where the shard is dense in memory, whatever its strides."""
-    order = sorted(range(shard.ndim), key=lambda dim: -shard.stride(dim))
+    strides = shard.stride()
+    order = sorted(range(shard.ndim), key=lambda dim: -strides[dim])
     return shard.detach().permute(order).reshape(-1)
