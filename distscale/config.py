@@ -1,0 +1,277 @@
+"""The configuration of a pretraining run: a TOML file in, checked frozen sections out.
+
+Every mistake is a :class:`~distscale.ConfigError` that names the file, the key and what to write instead.
+Needs the extra ``train`` (pydantic and tomli-w).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeGuard
+
+from distscale.config_errors import sentence
+from distscale.errors import ConfigError
+from distscale.policy import MAX_SCALE, MIN_SCALE
+
+try:
+    import tomli_w
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"distscale.config needs {missing.name}, which is not installed: pip install 'distscale[train]'"
+    ) from missing
+
+__all__ = ["Config", "changed_keys", "dump_config", "flatten", "load_config"]
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Scale = Annotated[float, Field(ge=MIN_SCALE, le=MAX_SCALE, allow_inf_nan=False)]
+DType = Literal["fp16", "bf16", "fp32"]
+
+
+class Section(BaseModel):
+    """Base of all sections: no unknown keys, no silent conversions, no change after loading."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    """What the run is called and how long it lasts."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")
+    """Folder of the results inside ``out``: letters, digits, dot, dash, underscore."""
+    out: str = "runs"
+    """Folder that holds all runs."""
+    steps: Count = 400
+    """Steps to attempt, in all, restarts included; a skipped step counts."""
+    seed: int = Field(default=0, ge=0)
+    """Of the initial weights and of the order of the data."""
+
+
+class ModelSection(Section):
+    """Shape of the GPT."""
+
+    layers: Count = 4
+    """Number of transformer blocks."""
+    width: Count = 128
+    """Size of the residual stream; a multiple of ``heads``."""
+    heads: Count = 4
+    """Attention heads a block."""
+    sequence: int = Field(default=128, ge=2)
+    """Tokens a sequence."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSection:
+        if self.width % self.heads:
+            raise ValueError(f"width = {self.width} must be a multiple of heads = {self.heads}")
+        return self
+
+
+class DataSection(Section):
+    """The text."""
+
+    path: str = ""
+    """A text file, a folder of them, or a ``.bin`` of uint16 tokens; "" is Python's own standard library."""
+    validation: float = Field(default=0.05, gt=0, lt=1)
+    """Share of the text, at its end, that is kept for validation."""
+
+
+class TrainSection(Section):
+    """Optimization."""
+
+    batch: Count = 8
+    """Sequences a rank and micro-batch."""
+    accumulation: Count = 1
+    """Micro-batches a step."""
+    lr: Positive = 2e-3
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """Of AdamW, each in [0, 1)."""
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    """Of AdamW, on matrices; vectors are not decayed."""
+    warmup: int = Field(default=20, ge=0)
+    """Applied steps of linear warm-up; a cosine to a tenth of ``lr`` follows."""
+    fused: bool = True
+    """Use the fused optimizer, which takes the scale and the skip decision on the device."""
+    eval_every: int = Field(default=100, ge=0)
+    """Steps between validations; 0: only at the end."""
+    eval_batches: Count = 16
+    """Batches a rank and validation."""
+    checkpoint_every: int = Field(default=100, ge=0)
+    """Steps between checkpoints; 0: only at the end or when stopped."""
+    keep: Count = 2
+    """Newest checkpoints to keep."""
+    profile_every: int = Field(default=100, ge=0)
+    """Steps between counts of the gradient values that a small format would lose; 0: never."""
+    log_every: Count = 20
+    """Steps between lines when the output is not a terminal."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainSection:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)} must each be at least 0 and below 1")
+        return self
+
+
+class ParallelSection(Section):
+    """How the ranks share the work."""
+
+    layout: Literal["fsdp2", "ddp"] = "fsdp2"
+    """Sharded parameters, gradients and optimizer (fsdp2), or a copy on each rank (ddp)."""
+    timeout_s: Positive = 120.0
+    """Seconds after which a peer that does not answer is taken for dead."""
+
+
+class PrecisionSection(Section):
+    """Formats of the computation; parameters and optimizer state are fp32 throughout."""
+
+    dtype: DType = "fp16"
+    """Of activations and of weights and gradients within a layer."""
+    reduce_dtype: DType = "fp32"
+    """In which gradients are summed over ranks."""
+
+
+class ScalerSection(Section):
+    """Arguments of :class:`distscale.DistributedGradScaler`."""
+
+    enabled: bool = True
+    """False: no scale, no check, no clipping; the optimizer steps on whatever it gets."""
+    policy: Literal["dynamic", "static", "none"] = "dynamic"
+    """Adapt the scale, keep ``init_scale`` for ever, or scale by 1 (the finite check and the norm stay)."""
+    init_scale: Scale = 2.0**16
+    """Scale of the first step."""
+    growth_factor: float = Field(default=2.0, gt=1, allow_inf_nan=False)
+    """Multiplies the scale after ``growth_interval`` clean steps."""
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1)
+    """Multiplies the scale on an overflow."""
+    growth_interval: Count = 2000
+    """Clean steps in a row before the scale grows."""
+    min_scale: Scale = MIN_SCALE
+    """Floor of the scale."""
+    max_scale: Scale = MAX_SCALE
+    """Cap of the scale."""
+    hysteresis: Count = 1
+    """Overflows since the last growth from which on the scale backs off."""
+    max_consecutive_skips: Count = 100
+    """Skips in a row, that no lower scale could have saved, after which the run ends with an error."""
+    max_norm: float | None = Field(default=None, gt=0)
+    """Clip the global gradient norm; inf: only measure it; leave the key out: neither."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScalerSection:
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"init_scale = {self.init_scale:g} must lie between min_scale = {self.min_scale:g} "
+                f"and max_scale = {self.max_scale:g}"
+            )
+        # A disabled scaler touches no gradient: the run would train unclipped, whatever the file says.
+        if not self.enabled and self.max_norm is not None:
+            raise ValueError(
+                f"max_norm = {self.max_norm:g} has no effect with enabled = false; remove it, "
+                'or write enabled = true and policy = "none" to clip without a scale'
+            )
+        return self
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    parallel: ParallelSection = ParallelSection()
+    precision: PrecisionSection = PrecisionSection()
+    scaler: ScalerSection = ScalerSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.train.warmup > self.run.steps:
+            raise ValueError(
+                f"train.warmup = {self.train.warmup} is longer than run.steps = {self.run.steps}; shorten it"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return Path(self.run.out) / self.run.name
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file.
+
+    Args:
+        path: of the file.
+        overrides: ``section.key=value`` each, the value in TOML; a bare word is a string. Applied in order.
+
+    Raises:
+        ConfigError: if the file is missing or not TOML; for keys or values that cannot be used, naming all.
+    """
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"the config {path} does not exist; give the path of a TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"the config {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config {path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _override(values, override)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        sentences = [sentence(dict(item), _valid_keys()) for item in error.errors(include_url=False)]
+        raise ConfigError("\n".join(f"{path}: {sentence}" for sentence in sentences)) from None
+
+
+def dump_config(config: Config) -> str:
+    """Returns ``config`` as TOML, every default written out; :func:`load_config` reads it back equal."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Returns the values by dotted key."""
+    return dict(_leaves(config.model_dump()))
+
+
+def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Returns, by dotted key, the old and the new value of every setting that differs."""
+    before, after = flatten(old), flatten(new)
+    return {key: (before[key], after[key]) for key in after if before[key] != after[key]}
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and name):
+        raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as train.lr=1e-3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = values.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"--set {override!r}: {section} is not a section of the config")
+    table[name] = value
+
+
+def _valid_keys() -> dict[str, list[str]]:
+    """The keys of each section."""
+    sections = {name: info.annotation for name, info in Config.model_fields.items()}
+    return {name: list(section.model_fields) for name, section in sections.items() if _is_section(section)}
+
+
+def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    return isinstance(annotation, type) and issubclass(annotation, Section)

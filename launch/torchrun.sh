@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Starts launch/pretrain.py under torchrun, one rank a GPU or two on the CPU (NPROC says otherwise).
+#
+#   launch/torchrun.sh configs/fsdp2_fp16.toml [--resume] [--compare] [--set section.key=value]
+#
+# Ctrl-C or SIGTERM lets the run save and end with exit code 0; a second one ends it at once. torchrun by itself
+# passes the signal on, too, but then reports failure whatever its workers made of it. So the workers are told
+# through a file, and torchrun sees them end well.
+set -uo pipefail
+
+launch=$(dirname "${BASH_SOURCE[0]}")
+# `make` keeps its virtual environment there; what the user has activated is as good.
+[[ -x $launch/../.venv/bin/torchrun ]] && PATH="$(cd "$launch/../.venv/bin" && pwd):$PATH"
+
+# A mistake in the call is told once, before torchrun can add a report of its own to it.
+ranks=$(python "$launch/pretrain.py" --check "$@") || exit $?
+# --help was asked for, and given.
+[[ $ranks =~ ^[0-9]+$ ]] || { echo "$ranks"; exit 0; }
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+export DISTSCALE_STOP_FILE="$folder/stop" DISTSCALE_LAUNCHER="$0" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+# With job control torchrun gets a process group of its own, out of reach of the terminal's Ctrl-C.
+set -m
+torchrun --standalone --nproc-per-node "${NPROC:-$ranks}" "$launch/pretrain.py" "$@" &
+agent=$!
+set +m
+
+stop() {
+    if [[ ! -e $DISTSCALE_STOP_FILE ]]; then
+        touch "$DISTSCALE_STOP_FILE"
+        echo "stopping: the run saves after this step (once more to end it at once)" >&2
+        return
+    fi
+    echo "ending at once" >&2
+    local worker
+    # torchrun gives its workers half a minute on SIGTERM; these are not to have it.
+    for worker in $(cat /proc/"$agent"/task/*/children 2>/dev/null); do
+        kill -KILL "$worker" 2>/dev/null
+    done
+    kill -TERM "$agent" 2>/dev/null
+}
+trap stop INT TERM
+
+# A trapped signal ends the wait, not the run; once the run has ended, wait tells its exit code again.
+wait "$agent"
+code=$?
+while kill -0 "$agent" 2>/dev/null; do
+    wait "$agent"
+    code=$?
+done
+exit "$code"

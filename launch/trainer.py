@@ -1,0 +1,212 @@
+"""Model, optimizer and scaler of a run, and its steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from checkpoints import load_checkpoint, save_checkpoint
+from cluster import Cluster
+from data import Text, training_batch, validation_batch
+from distscale import DistributedGradScaler, ProcessGroupReducer, StepReport
+from distscale.config import Config, TrainSection
+from distscale.profile import FORMATS, LossCounts, count_losses
+from gpt import GPT
+from layout import DTYPES, distribute, gradient_sync, new_optimizer
+from stopwatch import Stopwatch, TimedReducer, time_optimizer
+
+__all__ = ["Trained", "Trainer", "learning_rate"]
+
+FINAL_LR_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one step did. The report is equal on all ranks, the rest is this rank's own."""
+
+    report: StepReport
+    extra: dict[str, Any] = field(default_factory=dict)
+    """For the record: loss, lr, applied, time_s, scaler_s, exchange_s, and at times a gradient profile."""
+
+
+def learning_rate(applied: int, train: TrainSection, steps: int) -> float:
+    """Linear warm-up, then a cosine to a tenth of the peak.
+
+    Args:
+        applied: optimizer steps before this one; a skipped step does not count.
+        train: the settings.
+        steps: of the whole run.
+    """
+    if applied < train.warmup:
+        return train.lr * (applied + 1) / train.warmup
+    progress = (applied - train.warmup) / max(1, steps - train.warmup)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return train.lr * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
+
+
+class Trainer:
+    """One run of one configuration on all ranks.
+
+    Args:
+        config: of the run.
+        text: equal on all ranks.
+        cluster: connected.
+    """
+
+    def __init__(self, config: Config, text: Text, cluster: Cluster) -> None:
+        self.config = config
+        self.step = 0
+        self.applied = 0
+        self._text = text
+        self._cluster = cluster
+        self._stopwatch = Stopwatch(cluster.device)
+        self._profile_is_due = False
+
+        torch.manual_seed(config.run.seed)
+        shape = config.model
+        self.model = GPT(
+            text.vocabulary,
+            shape.layers,
+            shape.width,
+            shape.heads,
+            shape.sequence,
+            DTYPES[config.precision.dtype],
+        ).to(cluster.device)
+        self._replica = distribute(self.model, config)
+        self.optimizer = new_optimizer(self.model, config.train)
+        time_optimizer(self.optimizer, self._stopwatch)
+        rule = config.scaler.model_dump()
+        self.scaler = DistributedGradScaler(
+            cluster.device.type,
+            reducer=TimedReducer(ProcessGroupReducer(), self._stopwatch),
+            names=self.model,
+            **rule,
+        )
+
+    def train_step(self) -> Trained:
+        """Attempts one optimizer step. Collective: yes. Syncs host: yes, for the loss and the report."""
+        config, watch = self.config, self._stopwatch
+        num_micro = config.train.accumulation
+        lr = learning_rate(self.applied, config.train, config.run.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+        watch.restart()
+        watch.mark("step begins")
+        total = torch.zeros((), device=self._cluster.device)
+        for micro_batch in range(num_micro):
+            inputs, targets = training_batch(
+                self._text,
+                config.run.seed,
+                self.step,
+                micro_batch,
+                self._cluster.rank,
+                config.train.batch,
+                config.model.sequence,
+            )
+            with gradient_sync(self._replica, micro_batch == num_micro - 1):
+                loss = self._replica(inputs.to(self._cluster.device), targets.to(self._cluster.device)) / num_micro
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        watch.mark("profile begins")
+        profile = self._profile()
+        watch.mark("scaler begins")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        watch.mark("scaler ends")
+        report = self.scaler.last_step or _unchecked(self.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        watch.mark("step ends")
+
+        extra = {
+            "loss": float(total),
+            "lr": lr,
+            "applied": self.applied,
+            "time_s": watch.seconds("step begins", "step ends") - watch.seconds("profile begins", "scaler begins"),
+            "scaler_s": watch.seconds("scaler begins", "scaler ends")
+            - watch.seconds("optimizer begins", "optimizer ends"),
+            "exchange_s": watch.seconds("exchange begins", "exchange ends"),
+        }
+        if profile and not report.skipped:
+            extra["gradients"] = profile
+            self._profile_is_due = False
+        self.step += 1
+        self.applied += not report.skipped
+        return Trained(report, extra)
+
+    def evaluate(self) -> float:
+        """Returns the loss on the validation text in nats a token, the same on all ranks. Collective: yes."""
+        config, cluster = self.config, self._cluster
+        num_batches = config.train.eval_batches * cluster.world_size
+        total = torch.zeros((), dtype=torch.float64, device=cluster.device)
+        with torch.no_grad():
+            for index in range(cluster.rank, num_batches, cluster.world_size):
+                inputs, targets = validation_batch(
+                    self._text, index, num_batches, config.train.batch, config.model.sequence
+                )
+                total += self.model(inputs.to(cluster.device), targets.to(cluster.device)).double()
+        return cluster.mean(float(total) / config.train.eval_batches)
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present step. Collective: yes."""
+        save_checkpoint(self.config.folder, self.step, self._state(), self.config.train.keep)
+
+    def load(self, path: Any) -> None:
+        """Restores a checkpoint, also of another number of ranks. Collective: yes."""
+        state = self._state()
+        load_checkpoint(path, state)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        self.step, self.applied = state["progress"]["step"], state["progress"]["applied"]
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks: with DDP, also the sum of each parameter. Collective: no."""
+        copies = [param.detach() for param in self.model.parameters() if not isinstance(param, DTensor)]
+        sums = [float(copy.double().sum()) for copy in copies]
+        return (self.step, self.applied, self.scaler.state_dict(), sums)
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scaler": self.scaler.state_dict(),
+            "progress": {"step": self.step, "applied": self.applied},
+        }
+
+    def _profile(self) -> dict[str, dict[str, int]] | None:
+        """Counts what small formats would lose of the unscaled gradients. Collective: yes, when due."""
+        every = self.config.train.profile_every
+        # An overflowing step says nothing about typical gradients, so the count is due until one is applied.
+        self._profile_is_due |= every > 0 and self.step % every == 0
+        if not self._profile_is_due:
+            return None
+        counts = {name: LossCounts() for name in FORMATS}
+        inv_scale = 1 / self.scaler.get_scale()
+        for param in self.model.parameters():
+            if param.grad is not None:
+                grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                for name, dtype in FORMATS.items():
+                    counts[name] += count_losses(grad, dtype, inv_scale)
+        of_ranks = self._cluster.gather(counts)
+        return {name: vars(sum((counts[name] for counts in of_ranks), LossCounts())) for name in FORMATS}
+
+
+def _unchecked(step: int) -> StepReport:
+    """The report of a disabled scaler, which applies every step and knows nothing about it."""
+    return StepReport(
+        step=step,
+        skipped=False,
+        scale=1.0,
+        next_scale=1.0,
+        grad_norm=None,
+        clip_coef=None,
+        culprit=None,
+        amax={},
+    )
