@@ -81,9 +81,9 @@ class Coordinator:
         self._reducer = reducer
         self._table: SlotTable | None = None
 
-    def fresh(self) -> Coordinator:
-        """One with the same arguments that has agreed on nothing yet; the names given to this one are not kept."""
-        return Coordinator(self._process_group, self._reducer, None, self.max_norm)
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy meets its optimizers and agrees on a table anew.
+        return Coordinator, (self._process_group, self._reducer, None, self.max_norm)
 
     def decide(self, optimizers: Sequence[Optimizer], now: Situation) -> Decision:
         """Finds out whether all ranks may step ``optimizers``.

@@ -49,6 +49,7 @@ class Roster:
     def __init__(self, source: NameSource | None = None) -> None:
         self._source = source if isinstance(source, nn.Module | Mapping | None) else list(source)
         self._entries: WeakKeyDictionary[Optimizer, _Entry] = WeakKeyDictionary()
+        self._sourced: list[Tensor] = []  # tensors of the source, when last read
         self._num_met = 0
         self._owner_of_name: dict[str, int] = {}
 
@@ -86,25 +87,37 @@ class Roster:
 
     def parts(self, optimizers: Iterable[Optimizer], table: SlotTable, unscaled: Sequence[Optimizer]) -> list[Part]:
         """What is to be swept: every gradient that this rank holds, once, however many optimizers share it."""
-        parts: dict[int, Part] = {}
+        parts: dict[int, Part] = {}  # by parameter
         for optimizer in optimizers:
             is_scaled = all(optimizer is not other for other in unscaled)
             for name, param in self._entries[optimizer].named:
-                slot = table.slots[name]
-                if slot not in parts and (shard := shard_of(param)) is not None:
+                if id(param) not in parts and (shard := shard_of(param)) is not None:
+                    slot = table.slots[name]
                     # The gradient is held by all its holders, cut into num_shards pieces: the rest is replication.
-                    parts[slot] = Part(shard.values, slot, shard.num_shards / table.holders[slot], is_scaled)
+                    weight = shard.num_shards / table.holders[slot]
+                    parts[id(param)] = Part(shard.values, slot, weight, is_scaled)
         return list(parts.values())
 
     def values(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """This rank's part of every gradient of ``optimizers``, each once."""
-        self.meet(optimizers)
-        params = {id(param): param for optimizer in optimizers for _, param in self._entries[optimizer].named}
-        shards = map(shard_of, params.values())
+        shards = map(shard_of, self._params(optimizers).values())
         return [shard.values for shard in shards if shard is not None]
 
+    def values_of_others(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+        """This rank's part of every gradient known, by a name or by an optimizer met, that is not of ``optimizers``."""
+        known = {id(tensor): tensor for tensor in self._sourced} | self._params(self.optimizers)
+        theirs = self._params(optimizers)
+        shards = (shard_of(param) for key, param in known.items() if key not in theirs)
+        return [shard.values for shard in shards if shard is not None]
+
+    def _params(self, optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
+        self.meet(optimizers)
+        return {id(param): param for optimizer in optimizers for _, param in self._entries[optimizer].named}
+
     def _name(self, optimizer: Optimizer, prefix: str) -> list[tuple[str, Tensor]]:
-        given = {id(tensor): name for name, tensor in self._named_tensors()}
+        source = list(self._named_tensors())
+        self._sourced = [tensor for _, tensor in source]
+        given = {id(tensor): name for name, tensor in source}
         named: list[tuple[str, Tensor]] = []
         for index, group in enumerate(optimizer.param_groups):
             own_names: Sequence[str] | None = group.get("param_names")

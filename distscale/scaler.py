@@ -330,12 +330,12 @@ class DistributedGradScaler(ScaleKeeper):
         """Rescales gradients that wait, unstepped, from before the last update, so that new ones can be added.
 
         Without it, an optimizer that steps more rarely than ``update()`` is called would sum gradients of two scales.
+        Parameters are known from the first step of their optimizer on, or from the start by ``names``.
         """
         if self._loss_scale is None:
             return
-        roster = self._coordinator.roster
-        pending = [optimizer for optimizer in roster.optimizers if optimizer not in self._stepped]
-        scale_(roster.values(pending), (scale.double() / self._loss_scale.double()).float())
+        pending = self._coordinator.roster.values_of_others(self._stepped)
+        scale_(pending, (scale.double() / self._loss_scale.double()).float())
         self._stepped = []
 
     def _begin_step(self) -> None:
@@ -347,9 +347,8 @@ class DistributedGradScaler(ScaleKeeper):
         self._decisions = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy meets its optimizers and agrees on a table anew.
-        fresh = {"_coordinator": self._coordinator.fresh(), "_loss_scale": None, "_stepped": [], "_warm": None}
-        return {**super().__getstate__(), **fresh}
+        self._reports.drain(wait=True)
+        return {**super().__getstate__(), "_loss_scale": None, "_stepped": [], "_warm": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -73,7 +73,7 @@ def sweep(
 
 
 def loss_bits(loss: Tensor) -> Tensor:
-    """amax bits of a loss, int32, shape (), on its device; 0 for one that is not floating point. Syncs host: no."""
+    """Amax bits of a loss, int32, shape (), on its device; 0 for one that is not floating point. Syncs host: no."""
     local: Tensor = loss.to_local().detach() if isinstance(loss, DTensor) else loss.detach()
     if local.is_complex():
         local = torch.view_as_real(local.resolve_conj())
