@@ -43,7 +43,10 @@ def nearest_key(key: str, valid: ValidKeys) -> str | None:
     if not dot:
         elsewhere = [f"{place}.{key}" for place, names in valid.items() if key in names]
         return next(iter(elsewhere + difflib.get_close_matches(key, valid, 1)), None)
-    dotted = [f"{place}.{known}" for place, names in valid.items() for known in names]
     elsewhere = [f"{place}.{name}" for place, names in valid.items() if name in names]
-    similar_here = [f"{section}.{near}" for near in difflib.get_close_matches(name, valid[section], 1)]
-    return next(iter(elsewhere + similar_here + difflib.get_close_matches(key, dotted, 1)), None)
+    similar = [
+        f"{place}.{near}"
+        for place in sorted(valid, key=lambda place: place != section)
+        for near in difflib.get_close_matches(name, valid[place], 1)
+    ]
+    return next(iter(elsewhere + similar), None)
