@@ -46,7 +46,7 @@ class Situation:
     reads: bool
     """Whether this rank reads the decision on the host before it goes on."""
 
-    def agreed_values(self, table: SlotTable) -> dict[str, object]:
+    def agreed_values(self, digest: int) -> dict[str, object]:
         """What must be equal on all ranks, readable, for an error message. Syncs host: yes."""
         scale, *trackers = self.state
         return {
@@ -54,7 +54,7 @@ class Situation:
             "loss_scale": float(self.loss_scale),
             **{key: int(value) for key, value in zip(ScaleState._fields[1:], trackers, strict=True)},
             "step": self.step,
-            "the table of tensors": table.digest,
+            "the table of tensors": "with new parameters" if digest == _TABLE_CHANGES else f"no. {digest}",
         }
 
 
@@ -108,21 +108,22 @@ class Coordinator:
         if Listing.CHANGED in listings:
             # Ranks whose optimizers did not change are in their normal exchange: find that out there, not in a hang.
             assert self._table is not None
-            self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now)
+            self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now, _TABLE_CHANGES)
         if self._table is None or listings - {Listing.LISTED}:
             settings = {"policy": now.policy.name, **asdict(now.policy), "max_norm": self.max_norm}  # type: ignore[call-overload]
             self._table = agree(self._reducer, self.roster.names, settings, repr(failure) if failure else None)
             self.roster.mark_listed()
         return self._exchange(optimizers, now, self._table, self._table.digest, failure)
 
-    def raise_if_broken(self, decision: Decision, now: Situation) -> None:
+    def raise_if_broken(self, decision: Decision, now: Situation, digest: int | None = None) -> None:
         """Waits for a decision on the host, and raises if the ranks could not decide.
 
         All ranks come here at the same step, so that the error can name the ranks. Collective: only if it raises.
         """
         reducer = self._reducer
         assert reducer is not None
-        decision.raise_if_broken(lambda: reducer.gather(now.agreed_values(decision.table)))
+        sent = decision.table.digest if digest is None else digest
+        decision.raise_if_broken(lambda: reducer.gather(now.agreed_values(sent)))
 
     def _exchange(
         self, optimizers: Sequence[Optimizer], now: Situation, table: SlotTable, digest: int, failure: Exception | None

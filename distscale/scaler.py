@@ -101,7 +101,7 @@ class DistributedGradScaler(ScaleKeeper):
         self._coordinator = Coordinator(process_group, reducer, names, max_norm)
         self._reports = ReportQueue(on_step, max_consecutive_skips)
         self._loss_scale: Tensor | None = None  # what the gradients carry; None until this rank scales a loss
-        self._stepped: list[Optimizer] = []  # since the loss scale was last set
+        self._stepped: list[Optimizer] = []  # since a loss was last scaled: whose gradients cannot be waiting
         self._warm: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # fused ones, and for how many gradients
         self._stop_requested = False
 
@@ -183,7 +183,8 @@ class DistributedGradScaler(ScaleKeeper):
             returned = self._apply(optimizers, decision, kwargs)
         for optimizer in optimizers:
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-        self._stepped += optimizers
+        if self._loss_scale is not None:
+            self._stepped += optimizers
         return returned[0] if len(returned) == 1 else returned or None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -320,6 +321,7 @@ class DistributedGradScaler(ScaleKeeper):
             self._bring_pending_gradients_to(self._scale)
             self._loss_scale = self._scale.clone()
             self._scale_may_differ = False
+        self._stepped = []  # the backward pass may add to the gradients of any optimizer
         assert self._loss_scale is not None
         bits = loss_bits(loss).to(self._scale.device, non_blocking=True)
         self._loss_bits = bits if self._loss_bits is None else torch.maximum(self._loss_bits, bits)
@@ -336,7 +338,6 @@ class DistributedGradScaler(ScaleKeeper):
             return
         pending = self._coordinator.roster.values_of_others(self._stepped)
         scale_(pending, (scale.double() / self._loss_scale.double()).float())
-        self._stepped = []
 
     def _begin_step(self) -> None:
         """Forgets what belongs to the step that has ended."""
