@@ -1,0 +1,29 @@
+"""What the random programs have found, each in its smallest form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from distscale import ConfigError, DistributedGradScaler
+
+
+def _parameter(**kwargs: object) -> tuple[torch.Tensor, torch.optim.SGD]:
+    parameter = torch.zeros(1, requires_grad=True)
+    return parameter, torch.optim.SGD([parameter], lr=1.0, **kwargs)  # type: ignore[arg-type]
+
+
+def test_gradient_added_after_the_step_follows_the_scale() -> None:
+    # A step and then, before the update, a backward pass that belongs to the next step.
+    parameter, optimizer = _parameter()
+    scaler = DistributedGradScaler("cpu", init_scale=4.0, growth_interval=1)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    scaler.scale(parameter.sum()).backward()
+    scaler.update()
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    assert parameter.item() == -3.0
