@@ -1,0 +1,172 @@
+"""One call of the pretraining program on one rank: train, compare, judge."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from checkpoints import checkpoints_of, move_aside
+from cluster import STOP_FILE_VARIABLE, Cluster, StopRequest
+from data import Text
+from display import Display
+from distscale import JsonlRecord, ScaleExhaustedError
+from distscale.config import Config, PrecisionSection, ScalerSection, changed_keys, dump_config, load_config
+from summary import mean_last_loss, read_record, show, summarize
+from trainer import Trainer
+
+__all__ = ["Session"]
+
+LOG_WIDTH = 120
+LAUNCHER_VARIABLE = "DISTSCALE_LAUNCHER"
+
+
+class Session:
+    """One call of the program on one rank.
+
+    Args:
+        options: of the command line: config, resume, compare, set.
+        config: checked.
+        text: equal on all ranks.
+        cluster: not yet connected.
+    """
+
+    def __init__(self, options: argparse.Namespace, config: Config, text: Text, cluster: Cluster) -> None:
+        self.options = options
+        self.config = config
+        self.text = text
+        self.cluster = cluster
+        self.step = 0
+        # Away from a terminal the lines go to a log, which has no width.
+        width = None if sys.stdout.isatty() else LOG_WIDTH
+        self.console = Console(width=width) if cluster.rank == 0 else None
+        self.stop = StopRequest(os.environ.get(STOP_FILE_VARIABLE, "") if cluster.rank == 0 else "")
+
+    def run(self) -> int:
+        """Trains, compares, and judges. Collective: yes. Returns the exit code, the same on all ranks."""
+        self.stop.install()
+        self.cluster.connect(self.config.parallel.timeout_s)
+        folder = self.config.folder
+        self._prepare(folder)
+        trainer = Trainer(self.config, self.text, self.cluster)
+        if self.options.resume:
+            trainer.load(list(checkpoints_of(folder).values())[-1])
+            self._say(f"resumed {folder} at step {trainer.step}")
+        if not self._train(trainer, folder, self.config.run.name):
+            done, steps = trainer.step, self.config.run.steps
+            self._say(f"stopped after step {done} of {steps}; everything is saved in {folder}")
+            self._say(f"to continue: {self._resume_command()}")
+            return 0
+        validation_loss = trainer.evaluate()
+        ranks_agree = len({repr(state) for state in self.cluster.gather(trainer.fingerprint())}) == 1
+        comparison = self._compare() if self.options.compare else None
+        if self.options.compare and comparison is None:
+            self._say(f"the comparison was cut short; {self.config.run.name} itself is complete")
+            self._say(f"to compare: {self._resume_command()}")
+        passed = [True]
+        if self.console:
+            rows = read_record(folder / "steps.jsonl")
+            summary = summarize(self.config, self.text, rows, validation_loss, ranks_agree, comparison)
+            (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            show(self.console, summary)
+            self._say(f"results are in {folder}")
+            passed = [summary["passed"]]
+        dist.broadcast_object_list(passed)
+        return 0 if passed[0] else 1
+
+    def _train(self, trainer: Trainer, folder: Path, title: str, saves: bool = True) -> bool:
+        """Trains to the end. Returns False if a stop came first; the checkpoint is then written."""
+        config, train = self.config, self.config.train
+        tokens = self.cluster.world_size * train.batch * train.accumulation * config.model.sequence
+        record = JsonlRecord(folder / "steps.jsonl", trainer.step) if self.console else None
+        with Display(self.console, title, config.run.steps, trainer.step, tokens, train.log_every) as display:
+            while trainer.step < config.run.steps:
+                self.step = trainer.step
+                if self.stop.is_made():
+                    trainer.scaler.request_stop()
+                trained = trainer.train_step()
+                stops = trained.report.stop_requested
+                if not trainer.scaler.is_enabled():
+                    stops = self.cluster.any(self.stop.is_made())
+                if record:
+                    record(trained.report, **trained.extra)
+                    display.show(trained)
+                done = trainer.step
+                is_last = done == config.run.steps
+                if train.eval_every and done % train.eval_every == 0 and not (is_last or stops):
+                    validation_loss = trainer.evaluate()
+                    display.say(f"{title}: step {done}  validation loss {validation_loss:.3f}")
+                if saves and (stops or is_last or (train.checkpoint_every and done % train.checkpoint_every == 0)):
+                    trainer.save()
+                if stops and not is_last:
+                    break
+        if record:
+            record.close()
+        return trainer.step == config.run.steps
+
+    def _compare(self) -> dict[str, Any] | None:
+        """The same run in other precisions, nothing else changed; None if a stop came first."""
+        results: dict[str, Any] = {}
+        unscaled = ScalerSection(
+            policy="none",
+            max_norm=self.config.scaler.max_norm,
+            max_consecutive_skips=self.config.scaler.max_consecutive_skips,
+        )
+        for name, precision in (
+            ("FP32", PrecisionSection(dtype="fp32", reduce_dtype="fp32")),
+            ("FP16 without a scale", self.config.precision.model_copy(update={"dtype": "fp16"})),
+        ):
+            config = self.config.model_copy(update={"precision": precision, "scaler": unscaled})
+            folder = self.config.folder / "compare" / name.lower().replace(" ", "_")
+            trainer = Trainer(config, self.text, self.cluster)
+            try:
+                if not self._train(trainer, folder, name, saves=False):
+                    return None
+            except ScaleExhaustedError as error:
+                results[name] = {"error": f"ended at step {self.step}: {error}"}
+                continue
+            results[name] = {"validation_loss": trainer.evaluate()}
+            if self.console:
+                rows = read_record(folder / "steps.jsonl")
+                results[name] |= {
+                    "train_loss": mean_last_loss(rows),
+                    "num_skips": sum(row["skipped"] for row in rows),
+                }
+        return results
+
+    def _prepare(self, folder: Path) -> None:
+        """Makes the folder of the run; an earlier run there is moved, never removed. Collective: yes."""
+        if self.console:
+            if not self.options.resume and (aside := move_aside(folder)):
+                self._say(f"the earlier run {folder} is now {aside}")
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.options.resume:
+                for key, (old, new) in changed_keys(load_config(folder / "config.toml"), self.config).items():
+                    self._say(f"note: {key} was {old} and is {new} from here on")
+            (folder / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
+            if self.cluster.device.type == "cpu":
+                self._say(f"{self.cluster.world_size} ranks on the CPU, gloo")
+            else:
+                self._say(f"{self.cluster.world_size} ranks on GPUs, NCCL")
+            self._say(f"text: {self.text.source}, {len(self.text.train) + len(self.text.validation):,} tokens")
+        dist.barrier()
+
+    def _say(self, sentence: str) -> None:
+        if self.console:
+            self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def _resume_command(self) -> str:
+        settings = "".join(f" --set {shlex.quote(setting)}" for setting in self.options.set)
+        compare = " --compare" if self.options.compare else ""
+        # The wrapper says how it was called, since torchrun may not be on the user's path.
+        start = os.environ.get(LAUNCHER_VARIABLE) or (
+            f"torchrun --standalone --nproc-per-node {self.cluster.world_size} {sys.argv[0]}"
+        )
+        return f"{start} {self.options.config} --resume{compare}{settings}"

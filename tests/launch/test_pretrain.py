@@ -1,0 +1,344 @@
+"""The pretraining program under the real torchrun: it learns, stops, resumes, and says what went wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import pretrain
+from checkpoints import checkpoints_of, move_aside
+
+ROOT = Path(__file__).parents[2]
+WRAPPER = [str(ROOT / "launch" / "torchrun.sh")]
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    str(ROOT / "launch" / "pretrain.py"),
+]
+NUM_STEPS = 80
+DEADLINE_S = 60.0
+SENTENCE = b"Pack my box with five dozen liquor jugs; the quick onyx goblin jumps over the lazy dwarf.\n"
+# What must be equal, to the last bit, however often a run was stopped.
+LASTING = ("step", "skipped", "scale", "next_scale", "grad_norm", "clip_coef", "culprit", "loss", "lr", "applied")
+CONFIG = f"""
+[run]
+name = "tiny"
+steps = {NUM_STEPS}
+[model]
+layers = 1
+width = 32
+heads = 2
+sequence = 32
+[data]
+path = "text.txt"
+[train]
+batch = 4
+lr = 1e-2
+warmup = 2
+eval_every = 50
+eval_batches = 2
+checkpoint_every = 25
+profile_every = 30
+log_every = 1
+[parallel]
+timeout_s = 30.0
+[scaler]
+init_scale = 16777216.0
+growth_interval = 20
+max_norm = 1.0
+"""
+
+
+class Program:
+    """A started program: its lines as they come, and its end."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+        self._coming: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self._until = time.monotonic() + DEADLINE_S
+
+    def wait_for(self, pattern: str) -> str:
+        """Returns the next line with ``pattern``."""
+        while (line := self._coming.get(timeout=max(0.0, self._until - time.monotonic()))) is not None:
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"the program ended without a line like {pattern!r}:\n{self.output}")
+
+    def end(self) -> int:
+        """Waits for the end and returns the exit code."""
+        code = self.process.wait(timeout=max(0.0, self._until - time.monotonic()))
+        self._reader.join()
+        return code
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def close(self) -> None:
+        """Ends whatever of it is left."""
+        for pid in [*descendants(self.process.pid), self.process.pid]:
+            if self.process.poll() is None:
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            self._coming.put(line)
+        self._coming.put(None)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that ``pid`` and its children have started, deepest first."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found = [*found, *descendants(child), child]
+    return found
+
+
+def workers(pid: int) -> dict[int, int]:
+    """The pid of each rank below ``pid``."""
+    ranks = {}
+    for child in descendants(pid):
+        environment = Path(f"/proc/{child}/environ").read_bytes().decode(errors="replace").split("\0")
+        for variable in environment:
+            if variable.startswith("RANK="):
+                ranks[int(variable.removeprefix("RANK="))] = child
+    return ranks
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    programs: list[Program] = []
+
+    def start_program(command: list[str], folder: Path) -> Program:
+        programs.append(Program(command, folder))
+        return programs[-1]
+
+    yield start_program
+    for program in programs:
+        program.close()
+
+
+def prepare(folder: Path) -> Path:
+    (folder / "text.txt").write_bytes(SENTENCE * 100)
+    (folder / "tiny.toml").write_text(CONFIG, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return prepare(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the output of a run that was left alone."""
+    folder = prepare(tmp_path_factory.mktemp("finished"))
+    program = Program([*WRAPPER, "tiny.toml"], folder)
+    try:
+        assert program.end() == 0, program.output
+    finally:
+        program.close()
+    return folder / "runs" / "tiny", program.output
+
+
+def record(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_explains_its_skips_and_leaves_its_results(finished: tuple[Path, str]) -> None:
+    run, output = finished
+    rows = record(run)
+    summary = json.loads((run / "summary.json").read_text())
+    assert [row["step"] for row in rows] == list(range(NUM_STEPS))
+    skips = [row for row in rows if row["skipped"]]
+    assert skips[0]["step"] == 0
+    assert skips[0]["scale"] == 2.0**24
+    assert all(row["culprit"]["kind"] in ("inf", "nan") and row["culprit"]["rank"] in (0, 1) for row in skips)
+    assert all(row["next_scale"] == row["scale"] / 2 for row in skips)
+    assert any(row["next_scale"] == 2 * row["scale"] for row in rows), "the scale never grew again"
+    assert all(after["scale"] == before["next_scale"] for before, after in itertools.pairwise(rows))
+    # The learning rate follows the applied steps alone.
+    assert [row["applied"] for row in rows] == [sum(not r["skipped"] for r in rows[:n]) for n in range(NUM_STEPS)]
+
+    assert summary["num_skips"] == len(skips)
+    assert [skip["culprit"] for skip in summary["skips"]] == [row["culprit"] for row in skips]
+    assert summary["scale"] == rows[-1]["next_scale"]
+    assert math.isclose(summary["train_loss"], sum(row["loss"] for row in rows[-20:]) / 20)
+    assert summary["validation_loss"] < summary["unigram_entropy"] / 2
+    assert summary["comparison"] is None
+    assert 0 < summary["exchange_share"] < summary["scaler_share"] < 1
+    assert summary["gradients"]["e4m3"]["lost"][1] > summary["gradients"]["fp16"]["lost"][1]
+
+    assert list(checkpoints_of(run)) == [75, NUM_STEPS]
+    resolved = tomllib.loads((run / "config.toml").read_text())
+    assert resolved["train"]["betas"] == [0.9, 0.95]
+    assert resolved["run"]["steps"] == NUM_STEPS
+    assert re.search(rf"^PASS: validation loss .* {len(skips)} skips, all explained; ranks agree$", output, re.M)
+    assert "run with --compare" in output
+    assert "Traceback" not in output
+
+
+def test_a_stopped_run_resumes_as_if_it_had_not_been_stopped(
+    start: Any, folder: Path, finished: tuple[Path, str]
+) -> None:
+    undisturbed = record(finished[0])
+    run = folder / "runs" / "tiny"
+    # Stopped while every step so far has overflowed.
+    program = start([*WRAPPER, "tiny.toml"], folder)
+    program.wait_for("step 3/")
+    program.process.send_signal(signal.SIGTERM)
+    command = program.wait_for("to continue: ").partition("to continue: ")[2].split()
+    assert program.end() == 0, program.output
+    assert command[1:] == ["tiny.toml", "--resume"]
+    done = len(record(run))
+    assert list(checkpoints_of(run)) == [done]
+    assert 3 <= done < NUM_STEPS
+    assert not (run / "summary.json").exists()
+    assert all(row["skipped"] for row in undisturbed[:3])
+
+    # A crash may leave half a line and half a checkpoint behind.
+    with (run / "steps.jsonl").open("a") as file:
+        file.write('{"step": 999, "skipp')
+    (run / "checkpoints" / "step_79").mkdir()
+    program = start(command, folder)
+    assert program.end() == 0, program.output
+    rows = record(run)
+    for before, after in zip(undisturbed, rows, strict=True):
+        assert {key: after[key] for key in LASTING} == {key: before[key] for key in LASTING}
+    expected = json.loads((finished[0] / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["validation_loss"] == expected["validation_loss"]
+
+
+def test_a_second_signal_ends_a_run_that_cannot_stop(start: Any, folder: Path) -> None:
+    program = start([*WRAPPER, "tiny.toml", "--set", "run.steps=100000"], folder)
+    program.wait_for("step 2/")
+    ranks = workers(program.process.pid)
+    for pid in ranks.values():
+        os.kill(pid, signal.SIGSTOP)
+    program.process.send_signal(signal.SIGINT)
+    program.wait_for("stopping")
+    program.process.send_signal(signal.SIGINT)
+    assert program.end() not in (0, None)
+    assert sorted(ranks) == [0, 1]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+def test_a_killed_rank_ends_the_others_with_a_clear_error(start: Any, folder: Path) -> None:
+    options = ["--set", "run.steps=100000", "--set", "parallel.layout=ddp", "--set", "train.accumulation=2"]
+    program = start([*TORCHRUN, "tiny.toml", *options], folder)
+    program.wait_for("step 12/")
+    os.kill(workers(program.process.pid)[1], signal.SIGKILL)
+    line = program.wait_for(r"error: rank 0 at step \d+: ")
+    assert "peer" in line
+    assert program.end() == 1
+
+
+def test_a_rank_that_does_not_answer_ends_the_others_within_the_timeout(start: Any, folder: Path) -> None:
+    options = ["--set", "run.steps=100000", "--set", "parallel.timeout_s=3", "--set", "scaler.policy=static"]
+    program = start([*TORCHRUN, "tiny.toml", *options, "--set", "scaler.init_scale=1024"], folder)
+    program.wait_for("step 12/")
+    silent = workers(program.process.pid)[1]
+    os.kill(silent, signal.SIGSTOP)
+    line = program.wait_for(r"error: rank 0 at step \d+: ")
+    assert "peer" in line
+    # torchrun would wait half a minute for a stopped process.
+    os.kill(silent, signal.SIGKILL)
+    assert program.end() == 1
+
+
+def test_an_error_of_the_user_reaches_the_exit_code_of_the_wrapper(start: Any, folder: Path) -> None:
+    program = start([*WRAPPER, "tiny.toml", "--set", "train.warmpu=3"], folder)
+    assert program.end() == 2
+    assert program.output == "error: tiny.toml: there is no key train.warmpu; did you mean train.warmup?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["absent.toml"], "the config absent.toml does not exist"),
+        (["tiny.toml", "--set", "train.warmpu=3"], "there is no key train.warmpu; did you mean train.warmup?"),
+        (["tiny.toml", "--set", "train.batch=many"], "train.batch = 'many' cannot be used"),
+        (["tiny.toml", "--set", "data.path=absent"], "data.path = 'absent' does not exist"),
+        (["tiny.toml", "--set", "data.path=empty.txt"], "the text of empty.txt is empty"),
+        (["tiny.toml", "--set", "model.sequence=9000"], "the training part of text.txt has 8550 of 9000 tokens"),
+        (["tiny.toml", "--set", "model.sequence=500"], "the validation part of text.txt has 450 of 9000 tokens"),
+        (["tiny.toml", "--resume"], "there is no checkpoint in runs/tiny"),
+    ],
+)
+def test_errors_of_the_user_are_one_sentence_and_exit_code_2(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "empty.txt").touch()
+    assert pretrain.main(arguments) == 2
+    assert not dist.is_initialized()
+    assert not (folder / "runs").exists()
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+    # Under torchrun only the first rank of a machine says it.
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert pretrain.main(arguments) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_checkpoint_of_another_shape_is_refused(
+    finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(finished[0].parents[1])
+    assert pretrain.main(["tiny.toml", "--resume", "--set", "model.width=64"]) == 2
+    assert "model.width was 32 and is 64 now" in capsys.readouterr().err
+
+
+def test_an_earlier_run_is_moved_aside_and_never_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert move_aside(run) is None
+    for number in (1, 2):
+        run.mkdir()
+        (run / "steps.jsonl").write_text(str(number))
+        assert move_aside(run) == tmp_path / f"run.{number}"
+    assert [(tmp_path / f"run.{number}" / "steps.jsonl").read_text() for number in (1, 2)] == ["1", "2"]
+    run.mkdir()
+    assert move_aside(run) is None
+
+
+def test_only_complete_checkpoints_are_seen(tmp_path: Path) -> None:
+    for name in ("step_9", "step_10", "step_11", "partial_12", "step_x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if name != "step_11":
+            (tmp_path / "checkpoints" / name / ".metadata").touch()
+    assert list(checkpoints_of(tmp_path)) == [9, 10]
