@@ -90,8 +90,8 @@ class Coordinator:
 
         A rank on which this fails takes part in the exchange all the same, so that its peers do not wait for it.
 
-        Collective: yes, one exchange. When an optimizer is new, which it must be on all ranks at once, a gather comes
-        before it; when one has other parameters, an exchange and a gather. Syncs host: no, but in those two cases.
+        Collective: yes, one exchange. At the first step a gather comes before it; at a later step with an optimizer that
+        is new or has other parameters, an exchange and a gather. Syncs host: no, but in those two cases.
 
         Raises:
             DesyncError, ProtocolError: if the set-up fails.
@@ -140,7 +140,7 @@ class Coordinator:
             failure = error
             slots, sums = sweep([], len(table.names), inv_scale, want_norm, device)
         has_scaled = now.has_scaled or isinstance(now.policy, NoScaling)
-        flags = (now.stop, failure is not None, now.veto, has_scaled, bool(now.unscaled), not now.reads)
+        flags = (now.stop, failure is not None, now.veto, has_scaled, not now.reads)
         maxima = pack(
             [reducer.rank + 1 if flag else 0 for flag in flags],
             now.step,

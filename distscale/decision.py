@@ -82,7 +82,6 @@ class Decision:
         """Syncs host: yes, for the copy of this decision alone."""
         maxima, numbers = self._read()
         found_inf, scale, next_scale, _, grad_norm, clip_coef = map(float, numbers)
-        unscaled = read_flag(maxima, Flag.UNSCALED) is not None
         return StepReport(
             step=self.step,
             skipped=bool(found_inf),
@@ -91,7 +90,7 @@ class Decision:
             grad_norm=grad_norm if self.has_norm else None,
             clip_coef=clip_coef if self.has_norm and not found_inf else None,
             culprit=self._culprit(maxima),
-            amax=AmaxByTensor(self.table.names, read_slots(maxima), 1.0 if unscaled else 1.0 / scale),
+            amax=AmaxByTensor(self.table.names, read_slots(maxima)),
             vetoed_by=read_flag(maxima, Flag.VETO),
             stop_requested=read_flag(maxima, Flag.STOP) is not None,
         )
@@ -147,4 +146,6 @@ def _shown(key: Agreed, bits: int) -> str:
     if key in _SHOWN_AS_FLOAT:
         value = float(np.int32(bits).view(np.float32))
         return f"{value:g}" if math.isfinite(value) else str(value)
+    if key is Agreed.TABLE:
+        return f"checksum {bits:08x}" if bits >= 0 else "changed"
     return str(bits)

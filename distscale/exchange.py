@@ -2,7 +2,7 @@
 
 ``maxima`` (int32, reduced by MAX) is a header of fixed size, then one slot a tensor::
 
-    stop | failed | veto | scaled | unscaled | unread | loss | x, ~x for each agreed value | amax bits of every slot
+    stop | failed | veto | scaled | unread | loss | x, ~x for each agreed value | unscaled amax bits of every slot
 
 ``sums`` (float64, reduced by SUM, only when a norm is wanted) is the squared norm of the unscaled gradients.
 
@@ -44,11 +44,9 @@ class Flag(IntEnum):
     """Wants this step skipped."""
     SCALED = 3
     """Has scaled a loss, now or earlier."""
-    UNSCALED = 4
-    """Its gradients were already unscaled when they were swept."""
-    UNREAD = 5
+    UNREAD = 4
     """Steps on the device and reads the decision some time later, so that it cannot be asked for more now."""
-    LOSS = 6
+    LOSS = 5
     """Not a flag but a slot: marked bits of a non-finite loss."""
 
 
@@ -150,7 +148,7 @@ def read_agreed(maxima: np.ndarray) -> list[tuple[Agreed, int, int]]:
 
 
 def read_slots(maxima: np.ndarray) -> np.ndarray:
-    """The slots as float32: the amax of every tensor over all ranks, inf or NaN where one was found. On the host."""
+    """The unscaled amax of every tensor over all ranks, float32; inf or NaN where one was found. On the host."""
     slots = maxima[_SLOTS_AT:].copy()
     slots[slots >= INF_BITS] &= ~_RANK_MASK
     return slots.view(np.float32)

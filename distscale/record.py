@@ -31,13 +31,12 @@ class Culprit:
 class AmaxByTensor(Mapping[str, float]):
     """Largest absolute gradient value by tensor name, over all ranks, in unscaled units; inf or NaN where one was."""
 
-    def __init__(self, names: Sequence[str], amax: np.ndarray, inv_scale: float) -> None:
+    def __init__(self, names: Sequence[str], amax: np.ndarray) -> None:
         self._slots: Mapping[str, int] = {name: slot for slot, name in enumerate(names)}
         self._amax = amax
-        self._inv_scale = inv_scale
 
     def __getitem__(self, name: str) -> float:
-        return float(self._amax[self._slots[name]]) * self._inv_scale
+        return float(self._amax[self._slots[name]])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._slots)

@@ -47,9 +47,9 @@ def sweep(
         device: of the results.
 
     Returns:
-        amax bits for each slot, int32, shape (num_slots,), of the values as they are; a slot whose amax is finite now
-        and would not be after unscaling, in its own dtype, reads as inf. And the weighted sum of squares of the
-        unscaled values, float64, shape (1,), or None.
+        amax bits for each slot, int32, shape (num_slots,), of the unscaled values; a slot whose amax is finite now and
+        would not be after unscaling, in its own dtype, reads as inf. And the weighted sum of squares of the unscaled
+        values, float64, shape (1,), or None.
 
     Collective: no. Syncs host: no, if all parts are on ``device``.
     """
@@ -63,7 +63,9 @@ def sweep(
         values = [part.values for part in here]
         bits = amax_bits(values)
         limits = _constant(tuple(_largest(part.values.dtype) for part in here), torch.float64, place)
-        bits = torch.where(bits.view(torch.float32).double() * inv > limits, bits.clamp(min=INF_BITS), bits)
+        unscaled = bits.view(torch.float32).double() * inv
+        finite = torch.where(unscaled > limits, INF_BITS, unscaled.clamp(max=_FLOAT32_MAX).float().view(torch.int32))
+        bits = torch.where(bits >= INF_BITS, bits, finite)
         index = _constant(tuple(part.slot for part in here), torch.int64, device)
         slots.index_copy_(0, index, bits.to(device, non_blocking=True))
         if total is not None:

@@ -27,3 +27,14 @@ def test_gradient_added_after_the_step_follows_the_scale() -> None:
     scaler.scale(parameter.sum()).backward()
     scaler.step(optimizer)
     assert parameter.item() == -3.0
+
+
+def test_amax_of_optimizers_that_are_unscaled_and_that_are_not() -> None:
+    first, first_optimizer = _parameter()
+    second, second_optimizer = _parameter()
+    scaler = DistributedGradScaler("cpu", init_scale=1024.0, names={"first": first, "second": second})
+    scaler.scale((first + 3 * second).sum()).backward()
+    scaler.unscale_(first_optimizer)
+    scaler.step(first_optimizer, second_optimizer)
+    assert scaler.last_step is not None
+    assert scaler.last_step.amax == {"first": 1.0, "second": 3.0}

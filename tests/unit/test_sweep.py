@@ -145,7 +145,7 @@ def test_mixed_dtypes_weights_and_slots() -> None:
         Part(torch.tensor([-16.0]).bfloat16(), slot=4, weight=0.25, is_scaled=True),
     ]
     slots, sums = sweep(parts, 5, torch.tensor(0.5, dtype=torch.float64), True, CPU)
-    assert slots.view(torch.float32).tolist() == [8.0, 0.0, 4.0, 2.0, 16.0]
+    assert slots.view(torch.float32).tolist() == [4.0, 0.0, 2.0, 2.0, 8.0]
     assert sums is not None
     assert sums.item() == (25 * 0.5 + 64 + 256 * 0.25) / 4 + 5
 
