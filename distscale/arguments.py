@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distscale.errors import ConfigError, ProtocolError
-from distscale.policy import DynamicScale, NoScaling, Policy, StaticScale
+from distscale.policy import DynamicScale, NoScaling, Policy, StaticScale, scale_bounds
 
 __all__ = ["check_max_norm", "check_optimizers", "make_policy", "map_tensors", "read_scale"]
 
@@ -66,10 +66,19 @@ def check_max_norm(max_norm: float | None) -> None:
         raise ConfigError(f"max_norm={max_norm!r} is not allowed: it must be above 0, math.inf to measure, or None")
 
 
-def read_scale(new_scale: float | Tensor, like: Tensor) -> Tensor:
-    """The argument of ``update`` as a tensor like ``like``. Syncs host: no; so only a number is checked."""
+def read_scale(new_scale: float | Tensor, policy: Policy, like: Tensor) -> Tensor:
+    """The argument of ``update`` as a tensor like ``like``, within the bounds of ``policy``.
+
+    Syncs host: no; so a number outside the bounds is refused, and the value of a tensor is clamped to them.
+    """
+    low, high = scale_bounds(policy)
     if not isinstance(new_scale, Tensor):
-        return torch.full_like(like, StaticScale(new_scale).init_scale)
+        if not low <= new_scale <= high:
+            raise ConfigError(
+                f"update(new_scale={new_scale!r}) is not allowed: with policy {policy.name!r} the scale must lie "
+                f"between {low:g} and {high:g}"
+            )
+        return torch.full_like(like, new_scale)
     if new_scale.numel() != 1 or new_scale.requires_grad:
         raise ConfigError("update(new_scale) takes a number or a tensor of one element that requires no gradient")
-    return new_scale.detach().to(like).reshape(())
+    return new_scale.detach().to(like).reshape(()).clamp(low, high)

@@ -18,7 +18,17 @@ from torch import Tensor
 
 from distscale.errors import ConfigError
 
-__all__ = ["MAX_SCALE", "MIN_SCALE", "DynamicScale", "NoScaling", "Outcome", "Policy", "ScaleState", "StaticScale"]
+__all__ = [
+    "MAX_SCALE",
+    "MIN_SCALE",
+    "DynamicScale",
+    "NoScaling",
+    "Outcome",
+    "Policy",
+    "ScaleState",
+    "StaticScale",
+    "scale_bounds",
+]
 
 # The widest range in which a scale *and* its reciprocal are normal float32 numbers: outside it, 1/scale is infinite
 # or is flushed to zero, and the gradients are lost with it.
@@ -156,6 +166,15 @@ class NoScaling(StaticScale):
     def __post_init__(self) -> None:
         if self.init_scale != 1:
             raise ConfigError(f"init_scale={self.init_scale:g} has no meaning with policy 'none'; it is 1")
+
+
+def scale_bounds(policy: Policy) -> tuple[float, float]:
+    """The smallest and the largest scale that ``policy`` can have, and that a saved state of it may hold."""
+    if isinstance(policy, DynamicScale):
+        return policy.min_scale, policy.max_scale
+    if isinstance(policy, NoScaling):
+        return 1.0, 1.0
+    return MIN_SCALE, MAX_SCALE
 
 
 def _blocked_steps(state: ScaleState, blocked: Tensor, clean: Tensor) -> Tensor:

@@ -194,7 +194,8 @@ class DistributedGradScaler(ScaleKeeper):
         Syncs host: only if a decision has been read already.
 
         Args:
-            new_scale: set the scale to this instead; the same on all ranks. fp32 tensor of one element, or a number.
+            new_scale: set the scale to this instead; the same on all ranks. A number within the policy's bounds, or an
+                fp32 tensor of one element, which is clamped to them.
 
         Raises:
             ProtocolError: if nothing was decided since the last update.
@@ -212,7 +213,7 @@ class DistributedGradScaler(ScaleKeeper):
             )
         state = self._decisions[-1].next_state if self._decisions else self._state()
         if new_scale is not None:
-            state = state._replace(scale=read_scale(new_scale, state.scale))
+            state = state._replace(scale=read_scale(new_scale, self._policy, state.scale))
         self._commit(state)
         for decision in self._decisions:
             decision.settle(state)

@@ -38,3 +38,15 @@ def test_amax_of_optimizers_that_are_unscaled_and_that_are_not() -> None:
     scaler.step(first_optimizer, second_optimizer)
     assert scaler.last_step is not None
     assert scaler.last_step.amax == {"first": 1.0, "second": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "too_large"), [({"max_scale": 2.0**20}, 2.0**21), ({"policy": "none"}, 2.0), ({}, 2.0**127)]
+)
+def test_update_stays_within_what_a_checkpoint_may_hold(arguments: dict[str, object], too_large: float) -> None:
+    scaler = DistributedGradScaler("cpu", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"update\(new_scale="):
+        scaler.update(too_large)
+    scaler.update(torch.tensor(too_large))
+    assert scaler.get_scale() < too_large
+    DistributedGradScaler("cpu", **arguments).load_state_dict(scaler.state_dict())  # type: ignore[arg-type]
