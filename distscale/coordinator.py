@@ -105,9 +105,8 @@ class Coordinator:
             listings = self.roster.meet(optimizers)
         except Exception as error:
             failure = error
-        if Listing.CHANGED in listings:
-            # Ranks whose optimizers did not change are in their normal exchange: find that out there, not in a hang.
-            assert self._table is not None
+        if self._table is not None and listings - {Listing.LISTED}:
+            # Ranks that have nothing new are in their normal exchange: find that out there, not in a hang.
             self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now, _TABLE_CHANGES)
         if self._table is None or listings - {Listing.LISTED}:
             settings = {"policy": now.policy.name, **asdict(now.policy), "max_norm": self.max_norm}  # type: ignore[call-overload]

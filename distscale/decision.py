@@ -147,5 +147,5 @@ def _shown(key: Agreed, bits: int) -> str:
         value = float(np.int32(bits).view(np.float32))
         return f"{value:g}" if math.isfinite(value) else str(value)
     if key is Agreed.TABLE:
-        return f"checksum {bits:08x}" if bits >= 0 else "changed"
+        return "with new parameters" if bits < 0 else f"no. {bits}"
     return str(bits)
