@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from trainer import Trained
 
@@ -52,11 +53,11 @@ class Display:
         self._tokens_per_s = 0.0
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
+            # Fits into 80 columns.
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[state]}"),
+                BarColumn(10),
+                TextColumn("{task.completed}/{task.total} {task.fields[state]}", table_column=Column(no_wrap=True)),
                 TimeRemainingColumn(),
                 console=console,
             )

@@ -12,13 +12,39 @@ launch=$(dirname "${BASH_SOURCE[0]}")
 # `make` keeps its virtual environment there; what the user has activated is as good.
 [[ -x $launch/../.venv/bin/torchrun ]] && PATH="$(cd "$launch/../.venv/bin" && pwd):$PATH"
 
+# make dies of a Ctrl-C, however well its recipe ends. So under make this takes the terminal for a process group of
+# its own, which alone is sent the Ctrl-C then, and gives it back at the end.
+foreground='
+import os, signal, sys
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+group, *command = sys.argv[1:]
+if not command:
+    os.tcsetpgrp(0, int(group))
+elif os.getpid() != os.getpgrp() == os.tcgetpgrp(0):
+    os.environ["DISTSCALE_TERMINAL_OF"] = str(os.getpgrp())
+    os.setpgid(0, 0)
+    os.tcsetpgrp(0, os.getpgrp())
+signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+command and os.execv(command[0], command)
+'
+if [[ -t 0 && -z ${DISTSCALE_TERMINAL_OF+set} ]]; then
+    DISTSCALE_TERMINAL_OF= exec python -c "$foreground" 0 "${BASH_SOURCE[0]}" "$@"
+fi
+owner=${DISTSCALE_TERMINAL_OF:-}
+finish() {
+    [[ -n ${folder:-} ]] && rm -rf "$folder"
+    [[ -n $owner ]] && python -c "$foreground" "$owner" 2>/dev/null
+}
+trap finish EXIT
+# Stopping this script alone would leave a terminal that nobody reads.
+[[ -n $owner ]] && trap '' TSTP
+
 # A mistake in the call is told once, before torchrun can add a report of its own to it.
 ranks=$(python "$launch/pretrain.py" --check "$@") || exit $?
 # --help was asked for, and given.
 [[ $ranks =~ ^[0-9]+$ ]] || { echo "$ranks"; exit 0; }
 
 folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
 export DISTSCALE_STOP_FILE="$folder/stop" DISTSCALE_LAUNCHER="$0" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # With job control torchrun gets a process group of its own, out of reach of the terminal's Ctrl-C.
@@ -41,7 +67,7 @@ stop() {
     done
     kill -TERM "$agent" 2>/dev/null
 }
-trap stop INT TERM
+trap stop INT TERM HUP
 
 # A trapped signal ends the wait, not the run; once the run has ended, wait tells its exit code again.
 wait "$agent"

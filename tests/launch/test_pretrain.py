@@ -30,6 +30,8 @@ TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     str(ROOT / "launch" / "pretrain.py"),
 ]
+# Runs a command on a terminal of its own, and passes on what is typed.
+ON_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 NUM_STEPS = 80
 DEADLINE_S = 60.0
 SENTENCE = b"Pack my box with five dozen liquor jugs; the quick onyx goblin jumps over the lazy dwarf.\n"
@@ -71,7 +73,13 @@ class Program:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self.lines: list[str] = []
         self._coming: queue.Queue[str | None] = queue.Queue()
@@ -103,8 +111,9 @@ class Program:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -237,6 +246,17 @@ def test_a_stopped_run_resumes_as_if_it_had_not_been_stopped(
     expected = json.loads((finished[0] / "summary.json").read_text())
     summary = json.loads((run / "summary.json").read_text())
     assert summary["validation_loss"] == expected["validation_loss"]
+
+
+def test_ctrl_c_on_a_terminal_lets_make_succeed(start: Any, folder: Path) -> None:
+    (folder / "Makefile").write_text(f"pretrain:\n\texec {WRAPPER[0]} tiny.toml --set run.steps=100000\n")
+    program = start([sys.executable, "-c", ON_A_TERMINAL, "make", "pretrain"], folder)
+    program.wait_for("step 2: skipped")
+    program.process.stdin.write("\x03")
+    program.process.stdin.flush()
+    program.wait_for("to continue: ")
+    assert program.end() == 0, program.output
+    assert len(checkpoints_of(folder / "runs" / "tiny")) == 1
 
 
 def test_a_second_signal_ends_a_run_that_cannot_stop(start: Any, folder: Path) -> None:
