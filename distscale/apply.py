@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from distscale.decision import Decision
 from distscale.sweep import scale_
 
-__all__ = ["num_gradients", "step_fused", "takes_grad_scale", "unscale_and_clip"]
+__all__ = ["step_fused", "takes_grad_scale", "unscale_and_clip", "with_gradients"]
 
 
 def takes_grad_scale(optimizer: Optimizer) -> bool:
@@ -25,9 +25,10 @@ def takes_grad_scale(optimizer: Optimizer) -> bool:
     )
 
 
-def num_gradients(optimizer: Optimizer) -> int:
-    """How many parameters of ``optimizer`` have a gradient."""
-    return sum(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+def with_gradients(optimizer: Optimizer) -> dict[int, Tensor]:
+    """The parameters of ``optimizer`` that have a gradient, by id."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {id(param): param for param in params if param.grad is not None}
 
 
 def unscale_and_clip(values: Sequence[Tensor], decision: Decision, is_unscaled: bool) -> None:

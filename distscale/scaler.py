@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from distscale.apply import num_gradients, step_fused, takes_grad_scale, unscale_and_clip
+from distscale.apply import step_fused, takes_grad_scale, unscale_and_clip, with_gradients
 from distscale.arguments import check_max_norm, check_optimizers, make_policy, map_tensors, read_scale
 from distscale.coordinator import Coordinator, Situation
 from distscale.decision import Decision
@@ -102,7 +102,8 @@ class DistributedGradScaler(ScaleKeeper):
         self._reports = ReportQueue(on_step, max_consecutive_skips)
         self._loss_scale: Tensor | None = None  # what the gradients carry; None until this rank scales a loss
         self._stepped: list[Optimizer] = []  # since a loss was last scaled: whose gradients cannot be waiting
-        self._warm: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # fused ones, and for how many gradients
+        # Fused ones, with the parameters that they have stepped; these are held, so that their ids stay theirs.
+        self._warm: WeakKeyDictionary[Optimizer, dict[int, Tensor]] = WeakKeyDictionary()
         self._stop_requested = False
 
         # Between two updates.
@@ -252,6 +253,7 @@ class DistributedGradScaler(ScaleKeeper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._loss_scale = None
+        self._warm.clear()  # the optimizers are likely to be restored too, perhaps to before their first step
         self._begin_step()
 
     # ---------------------------------------------------------------- the decision and its application
@@ -291,7 +293,7 @@ class DistributedGradScaler(ScaleKeeper):
                 returned.append(optimizer.step(**kwargs))
             else:
                 returned.append(step_fused(optimizer, decision, optimizer in unscaled, kwargs))
-                self._warm[optimizer] = num_gradients(optimizer)
+                self._warm.setdefault(optimizer, {}).update(with_gradients(optimizer))
         return returned
 
     def _steps_on_device(self, optimizer: Optimizer) -> bool:
@@ -300,7 +302,8 @@ class DistributedGradScaler(ScaleKeeper):
         A fused optimizer that creates its state in a step that is skipped leaves what its kernel did not write: zeros
         in Adam, and uninitialized memory as the momentum of SGD. So the host is asked until all states exist.
         """
-        return takes_grad_scale(optimizer) and num_gradients(optimizer) <= self._warm.get(optimizer, -1)
+        warm = self._warm.get(optimizer)
+        return takes_grad_scale(optimizer) and warm is not None and with_gradients(optimizer).keys() <= warm.keys()
 
     def _unscaled(self) -> list[Optimizer]:
         states = self._per_optimizer_states

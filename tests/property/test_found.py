@@ -50,3 +50,19 @@ def test_update_stays_within_what_a_checkpoint_may_hold(arguments: dict[str, obj
     scaler.update(torch.tensor(too_large))
     assert scaler.get_scale() < too_large
     DistributedGradScaler("cpu", **arguments).load_state_dict(scaler.state_dict())  # type: ignore[arg-type]
+
+
+def test_fused_optimizer_that_has_stepped_only_another_parameter() -> None:
+    first, second = (torch.zeros(64, requires_grad=True) for _ in range(2))
+    groups = [{"params": [first]}, {"params": [second]}]
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5, fused=True)
+    scaler = DistributedGradScaler("cpu", init_scale=1024.0)
+    for parameter, slope in ((first, 1.0), (second, math.inf)):
+        scaler.scale(parameter.sum()).backward()
+        assert parameter.grad is not None
+        parameter.grad.mul_(slope)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    # Skipped on the device, it would leave a momentum of uninitialized memory.
+    assert second not in optimizer.state or optimizer.state[second]["momentum_buffer"] is None
