@@ -1,4 +1,4 @@
-"""One decision, the right norm and the right clipping on every layout: tensor, expert and hybrid parallel, mixed, empty."""
+"""One decision, the right norm and the right clipping on every layout: hybrid, tensor and expert parallel, mixed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cases import counted, error_of, full_norm, local, poison, results_by_case, 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -105,7 +105,7 @@ def wrapped(layout: str) -> tuple[Optimizer, Any]:
 
 
 def dense(rank: int) -> dict[str, Any]:
-    # Under hybrid sharding, both replicas of a shard hold the gradient; the last tensor's one row is on the first shard.
+    # Under hybrid sharding, both replicas of a shard hold the gradient; the last tensor's one row is on the first.
     poisoned = {
         "ddp": {"0.weight": [0, 3], "3.bias": [1]},
         "fsdp2": {"0.weight": [0, 3], "2.bias": [1], "3.bias": [0]},
@@ -236,6 +236,38 @@ def c5(rank: int) -> dict[str, Any]:
     }
 
 
+def partial() -> tuple[Optimizer, Any]:
+    """A replicated parameter whose gradient still waits for its sum over one mesh axis, next to a sharded one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    value = torch.linspace(-1.0, 1.0, 8)
+    params = {
+        "pending": nn.Parameter(distribute_tensor(value, mesh, [Replicate(), Replicate()])),
+        "sharded": nn.Parameter(distribute_tensor(value, mesh, [Shard(0), Replicate()])),
+    }
+    own = value * (1 + mesh.get_local_rank("tp")) * SCALE
+    params["pending"].grad = DTensor.from_local(own, mesh, [Replicate(), Partial()])
+    params["sharded"].grad = distribute_tensor(value * SCALE, mesh, [Shard(0), Replicate()])
+    return AdamW(params.values(), lr=1e-2, foreach=False), params
+
+
+def pending_sums(rank: int) -> dict[str, Any]:
+    """The norm is that of the sum; a bad value in one summand is bad in the sum, on both ranks that hold it."""
+    seen: dict[str, Any] = {"clean": [], "bad": []}
+    for bad_rank in (None, 0, 1, 2, 3):
+        optimizer, params = partial()
+        scaler, reducer = counted(init_scale=SCALE, names=params, max_norm=MAX_NORM)
+        if rank == bad_rank:
+            poison(params["pending"].grad, float("inf"))
+        before = snapshot(optimizer)
+        report = run_step(scaler, optimizer)
+        if bad_rank is None:
+            seen["clean"] = (report.skipped, report.grad_norm, reducer.num_reduces)
+        else:
+            culprit = (report.culprit.rank // 2, report.culprit.tensor)
+            seen["bad"].append((report.skipped, culprit, scaler.get_scale(), snapshot(optimizer) == before))
+    return seen
+
+
 def c6(rank: int) -> dict[str, Any]:
     """Plain processes: rank 1 has no gradients, rank 2 no optimizer, rank 3 no fp16 tensors."""
     params = {
@@ -296,7 +328,7 @@ def groups(rank: int) -> dict[str, Any]:
     return seen
 
 
-CASES = [dense, c1, c2, c5, c6, groups]
+CASES = [dense, c1, c2, c5, c6, pending_sums, groups]
 
 
 @pytest.fixture(scope="module")
@@ -391,6 +423,15 @@ def test_c6_torch_fails_on_the_rank_without_gradients_alone(results: dict[str, l
         "AssertionError",
         "",
     ]
+
+
+def test_gradients_that_wait_for_their_sum(results: dict[str, list[Any]]) -> None:
+    value = torch.linspace(-1.0, 1.0, 8, dtype=torch.float64)
+    norm = float(((3 * value).square().sum() + value.square().sum()).sqrt())
+    for seen in results["pending_sums"]:
+        assert seen["clean"] == (False, pytest.approx(norm, rel=1e-6), 1)
+        # Both tensor-parallel ranks of a pair hold the sum; the report names one of them.
+        assert seen["bad"] == [(True, (bad_rank // 2, "pending"), SCALE / 2, True) for bad_rank in range(4)]
 
 
 def test_ranks_that_decide_together(results: dict[str, list[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What reaches the optimizers, of every kind: nothing on a skip, the exact gradient on a step, no host sync if fused."""
+"""What reaches the optimizers, of every kind: nothing on a skip, the exact gradient on a step."""
 
 from __future__ import annotations
 
