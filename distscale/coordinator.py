@@ -90,8 +90,8 @@ class Coordinator:
 
         A rank on which this fails takes part in the exchange all the same, so that its peers do not wait for it.
 
-        Collective: yes, one exchange. At the first step a gather comes before it; at a later step with an optimizer that
-        is new or has other parameters, an exchange and a gather. Syncs host: no, but in those two cases.
+        Collective: yes, one exchange. At the first step a gather comes before it; at a later step with an optimizer
+        that is new or has other parameters, an exchange and a gather. Syncs host: no, but in those two cases.
 
         Raises:
             DesyncError, ProtocolError: if the set-up fails.
