@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distscale.errors import ConfigError
-from distscale.policy import DynamicScale, Policy
+from distscale.policy import MAX_COUNT, DynamicScale, Policy
 
 __all__ = ["TORCH_RULE_FIELDS", "VERSION", "SavedState", "decode", "encode"]
 
@@ -109,6 +109,8 @@ def _number(saved: Mapping[str, Any], key: str) -> float:
 
 def _count(saved: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = saved.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"the saved scaler state cannot be used: {key} is {value!r}, not a whole number from 0 up")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise ConfigError(
+            f"the saved scaler state cannot be used: {key} is {value!r}, not a whole number from 0 to 2^31 - 1"
+        )
     return value

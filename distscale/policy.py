@@ -19,6 +19,7 @@ from torch import Tensor
 from distscale.errors import ConfigError
 
 __all__ = [
+    "MAX_COUNT",
     "MAX_SCALE",
     "MIN_SCALE",
     "DynamicScale",
@@ -34,6 +35,7 @@ __all__ = [
 # or is flushed to zero, and the gradients are lost with it.
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**126
+MAX_COUNT = 2**31 - 1  # counts are compared with int32 tensors, and travel in one
 
 
 class ScaleState(NamedTuple):
@@ -192,5 +194,5 @@ def _check_number(argument: str, value: float, allowed: bool, allowed_range: str
 
 
 def _check_count(argument: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{argument}={value!r} is not allowed: it must be a whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise ConfigError(f"{argument}={value!r} is not allowed: it must be a whole number from 1 to 2^31 - 1")

@@ -66,3 +66,10 @@ def test_fused_optimizer_that_has_stepped_only_another_parameter() -> None:
         optimizer.zero_grad()
     # Skipped on the device, it would leave a momentum of uninitialized memory.
     assert second not in optimizer.state or optimizer.state[second]["momentum_buffer"] is None
+
+
+@pytest.mark.parametrize("argument", ["growth_interval", "hysteresis"])
+def test_count_beyond_int32(argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"{argument}=2147483648 is not allowed"):
+        DistributedGradScaler("cpu", **{argument: 2**31})  # type: ignore[arg-type]
+    DistributedGradScaler("cpu", **{argument: 2**31 - 1})  # type: ignore[arg-type]
