@@ -66,7 +66,7 @@ def _in_every_tensor(rank: int, layout: str, dtype: torch.dtype, optimizer_name:
         clean = {name: param.grad.clone() for name, param in inner.named_parameters() if param.grad is not None}
         scaler.step(optimizer)
         scaler.update()
-    before, saved, num_exchanges = snapshot(optimizer), scaler.state_dict(), reducer.num_reduces
+    before, num_exchanges = snapshot(optimizer), reducer.num_reduces
     holders = {name: gather_all(local(grad).numel() > 0) for name, grad in clean.items()}
     seen: list[Any] = [len(clean), {grad.dtype for grad in clean.values()} == {dtype}]
     for name, holds in holders.items():
@@ -78,7 +78,7 @@ def _in_every_tensor(rank: int, layout: str, dtype: torch.dtype, optimizer_name:
                     set_grad(param, clean[other])
                 if rank == bad_rank:
                     poison(inner.get_parameter(name).grad, value)
-                scaler.load_state_dict(saved)
+                scaler.update(SCALE)  # each fault begins at the same scale
                 report = run_step(scaler, optimizer)
                 culprit = (report.culprit.rank, report.culprit.tensor, report.culprit.kind)
                 wanted = (bad_rank, name, kind.removeprefix("-"))
@@ -89,7 +89,6 @@ def _in_every_tensor(rank: int, layout: str, dtype: torch.dtype, optimizer_name:
 
     for name, param in inner.named_parameters():
         set_grad(param, clean[name])
-    scaler.load_state_dict(saved)
     report = run_step(scaler, optimizer)
     seen.append((report.skipped, snapshot(optimizer) != before, report.culprit))
     return seen
