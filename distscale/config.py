@@ -205,7 +205,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: of the file.
-        overrides: ``section.key=value`` each, the value in TOML; a bare word is a string. Applied in order.
+        overrides: ``section.key=value`` each, the value in TOML; a bare word is a string, and nothing at all takes
+            the key out. Applied in order.
 
     Raises:
         ConfigError: if the file is missing or not TOML; for keys or values that cannot be used, naming all.
@@ -264,7 +265,10 @@ def _override(values: dict[str, Any], override: str) -> None:
     table = values.setdefault(section, {})
     if not isinstance(table, dict):
         raise ConfigError(f"--set {override!r}: {section} is not a section of the config")
-    table[name] = value
+    if text.strip():
+        table[name] = value
+    else:
+        table.pop(name, None)
 
 
 def _valid_keys() -> dict[str, list[str]]:

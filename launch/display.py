@@ -31,6 +31,7 @@ class Display:
         title: of the run.
         num_steps: of the whole run.
         first_step: where it starts.
+        num_skips: before that.
         tokens_per_step: over all ranks.
         log_every: steps between lines without a terminal.
     """
@@ -41,6 +42,7 @@ class Display:
         title: str,
         num_steps: int,
         first_step: int,
+        num_skips: int,
         tokens_per_step: int,
         log_every: int,
     ) -> None:
@@ -49,7 +51,7 @@ class Display:
         self._num_steps = num_steps
         self._tokens_per_step = tokens_per_step
         self._log_every = log_every
-        self._num_skips = 0
+        self._num_skips = num_skips
         self._tokens_per_s = 0.0
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 __all__ = ["GPT", "Block"]
 
-INIT_STD = 0.02
+EMBEDDING_STD = 0.3
 
 
 class Linear(nn.Module):
@@ -20,7 +20,7 @@ class Linear(nn.Module):
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(num_out, num_in) * INIT_STD)
+        self.weight = nn.Parameter(torch.randn(num_out, num_in) * (3 * num_in) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         # Without a mixed-precision wrapper (DDP) the weight is fp32; its gradient passes through this cast.
@@ -84,8 +84,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.dtype = dtype
-        self.token = nn.Parameter(torch.randn(vocabulary, width) * INIT_STD)
-        self.position = nn.Parameter(torch.randn(sequence, width) * INIT_STD)
+        self.token = nn.Parameter(torch.randn(vocabulary, width) * EMBEDDING_STD)
+        self.position = nn.Parameter(torch.randn(sequence, width) * EMBEDDING_STD)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(layers))
         self.norm = Norm(width)
         self.head = Linear(width, vocabulary)

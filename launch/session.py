@@ -86,7 +86,10 @@ class Session:
         config, train = self.config, self.config.train
         tokens = self.cluster.world_size * train.batch * train.accumulation * config.model.sequence
         record = JsonlRecord(folder / "steps.jsonl", trainer.step) if self.console else None
-        with Display(self.console, title, config.run.steps, trainer.step, tokens, train.log_every) as display:
+        num_skips = trainer.step - trainer.applied
+        with Display(
+            self.console, title, config.run.steps, trainer.step, num_skips, tokens, train.log_every
+        ) as display:
             while trainer.step < config.run.steps:
                 self.step = trainer.step
                 if self.stop.is_made():

@@ -104,7 +104,7 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[bool, str]:
         ),
         (
             not unexplained,
-            f"{summary['num_skips']} skips, all explained"
+            _skips_in_words(summary["num_skips"])
             if not unexplained
             else f"steps {', '.join(map(str, unexplained))} were skipped for no reason that is known",
         ),
@@ -113,6 +113,10 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[bool, str]:
     passed = all(holds for holds, _ in findings)
     sentences = [sentence for holds, sentence in findings if passed or not holds]
     return passed, ("PASS: " if passed else "FAIL: ") + "; ".join(sentences)
+
+
+def _skips_in_words(num_skips: int) -> str:
+    return {0: "no skips", 1: "1 skip, explained"}.get(num_skips, f"{num_skips} skips, all explained")
 
 
 def _gradient_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]] | None:

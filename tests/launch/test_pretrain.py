@@ -238,7 +238,7 @@ def test_a_stopped_run_resumes_as_if_it_had_not_been_stopped(
     with (run / "steps.jsonl").open("a") as file:
         file.write('{"step": 999, "skipp')
     (run / "checkpoints" / "step_79").mkdir()
-    program = start(command, folder)
+    program = start([*command, "--compare"], folder)
     assert program.end() == 0, program.output
     rows = record(run)
     for before, after in zip(undisturbed, rows, strict=True):
@@ -246,6 +246,16 @@ def test_a_stopped_run_resumes_as_if_it_had_not_been_stopped(
     expected = json.loads((finished[0] / "summary.json").read_text())
     summary = json.loads((run / "summary.json").read_text())
     assert summary["validation_loss"] == expected["validation_loss"]
+
+    # The comparison is the same run with another precision alone.
+    comparison = summary["comparison"]
+    assert list(comparison) == ["FP32", "FP16 without a scale"]
+    for name, result in comparison.items():
+        other = record(run / "compare" / name.lower().replace(" ", "_"))
+        assert {row["scale"] for row in other} == {1.0}
+        assert math.isclose(other[0]["loss"], undisturbed[0]["loss"], rel_tol=1e-3)
+        assert result["validation_loss"] < summary["unigram_entropy"] / 2
+    assert comparison["FP32"]["validation_loss"] != comparison["FP16 without a scale"]["validation_loss"]
 
 
 def test_ctrl_c_on_a_terminal_lets_make_succeed(start: Any, folder: Path) -> None:

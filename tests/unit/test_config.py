@@ -60,6 +60,11 @@ def test_overrides_are_toml_values_and_bare_words_are_strings(write: Write) -> N
     assert config.scaler.enabled is False
 
 
+def test_an_empty_override_takes_a_key_out(write: Write) -> None:
+    text = "[scaler]\nmax_norm = 1.0\n"
+    assert load_config(write(text), ["scaler.max_norm=", "train.lr="]).scaler.max_norm is None
+
+
 def test_a_whole_number_is_a_float_but_a_fraction_is_no_count(write: Write) -> None:
     assert load_config(write("[train]\nlr = 1\n")).train.lr == 1.0
     with pytest.raises(ConfigError, match=r"train\.batch = 8\.5 cannot be used: it should be a valid integer"):

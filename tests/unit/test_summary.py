@@ -34,7 +34,7 @@ def test_a_run_passes_if_it_learned_explains_its_skips_and_its_ranks_agree() -> 
     summary = summarize(CONFIG, TEXT, [skipped(0), row(1), row(2, loss=1.0)], 1.5, True, None)
     assert summary["passed"]
     assert summary["verdict"] == (
-        "PASS: validation loss 1.500 < unigram entropy 3.000 nats; 1 skips, all explained; ranks agree"
+        "PASS: validation loss 1.500 < unigram entropy 3.000 nats; 1 skip, explained; ranks agree"
     )
     assert (summary["steps"], summary["applied_steps"], summary["num_skips"]) == (3, 2, 1)
     assert summary["train_loss"] == pytest.approx(5 / 3)
