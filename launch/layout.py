@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,9 +30,11 @@ def distribute(model: GPT, config: Config) -> nn.Module:
             replica.register_comm_hook(None, DDP_HOOKS[precision.reduce_dtype])
         return replica
     policy = MixedPrecisionPolicy(DTYPES[precision.dtype], DTYPES[precision.reduce_dtype])
+    # Said explicitly, since torch's default is a mesh of GPUs wherever there are any.
+    mesh = init_device_mesh(model.token.device.type, (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def gradient_sync(replica: nn.Module, is_last: bool) -> AbstractContextManager[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -19,7 +18,7 @@ from data import Text
 from display import Display
 from distscale import JsonlRecord, ScaleExhaustedError
 from distscale.config import Config, PrecisionSection, ScalerSection, changed_keys, dump_config, load_config
-from summary import mean_last_loss, read_record, show, summarize
+from summary import mean_last_loss, read_record, show, summarize, to_json
 from trainer import Trainer
 
 __all__ = ["Session"]
@@ -74,7 +73,7 @@ class Session:
         if self.console:
             rows = read_record(folder / "steps.jsonl")
             summary = summarize(self.config, self.text, rows, validation_loss, ranks_agree, comparison)
-            (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            (folder / "summary.json").write_text(to_json(summary), encoding="utf-8")
             show(self.console, summary)
             self._say(f"results are in {folder}")
             passed = [summary["passed"]]
@@ -112,7 +111,7 @@ class Session:
                     break
         if record:
             record.close()
-        return trainer.step == config.run.steps
+        return trainer.step >= config.run.steps
 
     def _compare(self) -> dict[str, Any] | None:
         """The same run in other precisions, nothing else changed; None if a stop came first."""

@@ -16,7 +16,7 @@ from display import power_of_two
 from distscale.config import Config
 from distscale.profile import FORMATS, LossCounts
 
-__all__ = ["read_record", "show", "summarize"]
+__all__ = ["mean_last_loss", "read_record", "show", "summarize", "to_json"]
 
 # A single batch is noisy; the training loss of a run is the mean of its last batches.
 NUM_LAST_LOSSES = 20
@@ -73,6 +73,19 @@ def summarize(
     }
     summary["passed"], summary["verdict"] = _verdict(summary)
     return summary
+
+
+def to_json(summary: Mapping[str, Any]) -> str:
+    """Returns ``summary`` as JSON; numbers that are not finite become strings, as in the record."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(summary), indent=2, allow_nan=False) + "\n"
 
 
 def mean_last_loss(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from data import Text
 from display import power_of_two
 from distscale.config import Config, TrainSection
-from summary import show, summarize
+from summary import show, summarize, to_json
 from trainer import learning_rate
 
 CONFIG = Config.model_validate({"run": {"name": "test"}})
@@ -64,6 +65,9 @@ def test_a_vetoed_step_is_explained_and_shown() -> None:
     rows = [skipped(0, culprit=None, vetoed_by=3), row(1, loss="nan")]
     summary = summarize(CONFIG, TEXT, rows, 1.5, True, comparison)
     assert summary["passed"]
+    saved = json.loads(to_json(summary), parse_constant=pytest.fail)
+    assert saved["train_loss"] == "nan"
+    assert saved["comparison"] == comparison
     out = io.StringIO()
     show(Console(file=out, width=120), summary)
     for words in ("vetoed by rank 3 at scale 2^3", "1.250 nats validation", "ended", "nan nats", "PASS"):
