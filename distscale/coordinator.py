@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from distscale.decision import Decision
-from distscale.exchange import judge, mark_rank, pack
+from distscale.exchange import agreed_loss_scale, judge, mark_rank, pack
 from distscale.policy import NoScaling, Outcome, Policy, ScaleState
 from distscale.reducers import Reducer, default_reducer
 from distscale.roster import Listing, NameSource, Roster
 from distscale.sweep import sweep
-from distscale.table import SlotTable, agree
+from distscale.table import UNKNOWN, SlotTable, agree
 
 __all__ = ["Coordinator", "Situation"]
 
@@ -35,6 +35,8 @@ class Situation:
     """Of earlier decisions since the last update."""
     loss_scale: Tensor
     """fp32, shape (): the scale that the gradients carry."""
+    knows_loss_scale: bool
+    """False on a rank without loss and gradients, which may have missed by what the others scaled theirs."""
     loss_bits: Tensor | None
     """int32, shape (): amax bits of the losses that were scaled; None if there were none."""
     unscaled: Sequence[Optimizer]
@@ -51,7 +53,7 @@ class Situation:
         scale, *trackers = self.state
         return {
             "scale": float(scale),
-            "loss_scale": float(self.loss_scale),
+            "loss_scale": float(self.loss_scale) if self.knows_loss_scale else UNKNOWN,
             **{key: int(value) for key, value in zip(ScaleState._fields[1:], trackers, strict=True)},
             "step": self.step,
             "the table of tensors": "with new parameters" if digest == _TABLE_CHANGES else f"no. {digest}",
@@ -103,6 +105,9 @@ class Coordinator:
         listings: set[Listing] = set()
         try:
             listings = self.roster.meet(optimizers)
+            if self._table is None or listings - {Listing.LISTED}:
+                # Ranks may have met the others at different times, so all list them as they are now.
+                self.roster.meet(self.roster.optimizers)
         except Exception as error:
             failure = error
         if self._table is not None and listings - {Listing.LISTED}:
@@ -146,7 +151,7 @@ class Coordinator:
             digest,
             slots.new_zeros(()) if now.loss_bits is None else mark_rank(now.loss_bits, reducer.rank),
             now.state,
-            now.loss_scale,
+            now.loss_scale if now.knows_loss_scale else None,
             mark_rank(slots, reducer.rank),
         )
         reducer.reduce_(maxima, sums)
@@ -157,4 +162,5 @@ class Coordinator:
         if now.outcome is not None:
             outcome = now.outcome.followed_by(outcome)
         next_state = now.policy.next_state(now.state, outcome)
-        return Decision(now.step, table, want_norm, maxima, verdict, now.loss_scale, outcome, next_state)
+        loss_scale = agreed_loss_scale(maxima, now.state.scale)
+        return Decision(now.step, table, want_norm, maxima, verdict, loss_scale, outcome, next_state)

@@ -7,8 +7,9 @@
 ``sums`` (float64, reduced by SUM, only when a norm is wanted) is the squared norm of the unscaled gradients.
 
 Two encodings make MAX enough. A value that must be equal on all ranks travels as ``x`` and ``~x``: their maxima are
-complements only if no rank differs. A non-finite slot carries the rank that found it in the mantissa bits, which mean
-nothing in an inf or NaN; so the largest slot is at once the flag, the kind and the place.
+complements only if no rank differs; a rank that does not know it sends the smallest integer in both places. A
+non-finite slot carries the rank that found it in the mantissa bits, which mean nothing in an inf or NaN; so the largest
+slot is at once the flag, the kind and the place.
 
 Everything here is a pure function of its arguments, and of the reduced vectors alone after the exchange: ranks
 compute the same bits because they compute the same thing.
@@ -27,9 +28,10 @@ from torch import Tensor
 from distscale.policy import Outcome, ScaleState
 from distscale.sweep import INF_BITS
 
-__all__ = ["Agreed", "Flag", "Verdict", "judge", "mark_rank", "pack", "read_agreed", "read_flag"]
+__all__ = ["Agreed", "Flag", "Verdict", "agreed_loss_scale", "judge", "mark_rank", "pack", "read_agreed", "read_flag"]
 
 _NAN_BITS = 0x7FC00000
+_UNKNOWN = -(2**31)  # below every agreed value and every complement, so MAX ignores it
 _RANK_MASK = 0x003FFFFF  # the mantissa bits below NaN's first: over four million ranks
 
 
@@ -79,7 +81,13 @@ def mark_rank(bits: Tensor, rank: int) -> Tensor:
 
 
 def pack(
-    flags: Sequence[int], step: int, digest: int, loss: Tensor, state: ScaleState, loss_scale: Tensor, slots: Tensor
+    flags: Sequence[int],
+    step: int,
+    digest: int,
+    loss: Tensor,
+    state: ScaleState,
+    loss_scale: Tensor | None,
+    slots: Tensor,
 ) -> Tensor:
     """Builds this rank's ``maxima``.
 
@@ -89,7 +97,7 @@ def pack(
         digest: of the slot table.
         loss: int32, shape (): marked bits of a non-finite loss, or 0.
         state: of the policy.
-        loss_scale: fp32, shape (): the scale that the gradients carry.
+        loss_scale: fp32, shape (): the scale that the gradients carry; None if this rank has none.
         slots: int32, shape (num_slots,): marked amax bits, 0 where this rank holds nothing.
 
     Returns:
@@ -99,9 +107,18 @@ def pack(
     on_host = torch.tensor([*flags, step, digest], dtype=torch.int32, pin_memory=device.type == "cuda")
     from_host = on_host.to(device, non_blocking=True)
     counters = torch.stack([state.growth_tracker, state.hysteresis_tracker, state.blocked_steps])
-    scales = torch.stack([state.scale, loss_scale]).view(torch.int32)
+    scales = torch.stack([state.scale, state.scale if loss_scale is None else loss_scale]).view(torch.int32)
     agreed = torch.cat([scales.to(device), counters.to(device), from_host[-2:]])
-    return torch.cat([from_host[:-2], loss.to(device).view(1), agreed, ~agreed, slots])
+    pairs = torch.stack([agreed, ~agreed])
+    if loss_scale is None:
+        pairs[:, Agreed.LOSS_SCALE] = _UNKNOWN
+    return torch.cat([from_host[:-2], loss.to(device).view(1), pairs.view(-1), slots])
+
+
+def agreed_loss_scale(maxima: Tensor, scale: Tensor) -> Tensor:
+    """The scale that the gradients of all ranks carry, like ``scale``, which it is if no rank knew. Syncs host: no."""
+    bits = maxima[_AGREED_AT + Agreed.LOSS_SCALE].to(scale.device, non_blocking=True)
+    return torch.where(bits == _UNKNOWN, scale.view(torch.int32), bits).view(torch.float32)
 
 
 class Verdict(NamedTuple):
@@ -126,7 +143,8 @@ def judge(maxima: Tensor, sums: Tensor | None, max_norm: float | None) -> Verdic
     overflow = (slots >= INF_BITS).any() if slots.numel() else zero
     lost = maxima[Flag.LOSS] >= INF_BITS
     agreed, complements = maxima[_AGREED_AT:_SLOTS_AT].view(2, len(Agreed)).unbind()
-    broken = (agreed != ~complements).any() | (maxima[Flag.FAILED] > 0) | (maxima[Flag.SCALED] == 0)
+    differs = ((agreed != ~complements) & (agreed != _UNKNOWN)).any()
+    broken = differs | (maxima[Flag.FAILED] > 0) | (maxima[Flag.SCALED] == 0)
     skip = overflow | lost | broken | (maxima[Flag.VETO] > 0)
 
     one = maxima.new_ones((), dtype=torch.float64)
@@ -144,7 +162,8 @@ def read_flag(maxima: np.ndarray, flag: Flag) -> int | None:
 def read_agreed(maxima: np.ndarray) -> list[tuple[Agreed, int, int]]:
     """The agreed values that differ between ranks, with their smallest and largest bits. On the host."""
     pairs = maxima[_AGREED_AT:_SLOTS_AT].reshape(2, len(Agreed))
-    return [(key, int(~pairs[1, key]), int(pairs[0, key])) for key in Agreed if pairs[0, key] != ~pairs[1, key]]
+    differing = (pairs[0] != ~pairs[1]) & (pairs[0] != _UNKNOWN)
+    return [(key, int(~pairs[1, key]), int(pairs[0, key])) for key in Agreed if differing[key]]
 
 
 def read_slots(maxima: np.ndarray) -> np.ndarray:

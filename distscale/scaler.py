@@ -265,6 +265,7 @@ class DistributedGradScaler(ScaleKeeper):
             state=self._state(),
             outcome=self._decisions[-1].outcome if self._decisions else None,
             loss_scale=self._carried_scale().clone(),
+            knows_loss_scale=not self._scale_may_differ or any(map(with_gradients, optimizers)),
             loss_bits=self._loss_bits,
             unscaled=self._unscaled(),
             stop=self._stop_requested,

@@ -11,7 +11,10 @@ from typing import Any
 from distscale.errors import DesyncError, ProtocolError
 from distscale.reducers import Reducer
 
-__all__ = ["SlotTable", "agree"]
+__all__ = ["UNKNOWN", "SlotTable", "agree"]
+
+UNKNOWN = "unknown"
+"""Of a value that must be equal on the ranks that know it."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,12 @@ def agree(reducer: Reducer, names: Sequence[str], settings: Mapping[str, object]
 
 
 def check_equal(values_by_rank: Sequence[Mapping[str, object]], when: str) -> None:
-    """Raises DesyncError for the first entry that is not equal on all ranks, with the ranks of each value."""
+    """Raises DesyncError for the first entry that is not equal on all that know it, with the ranks of each value."""
     for key in values_by_rank[0]:
         ranks_by_value: dict[object, list[int]] = {}
         for rank, values in enumerate(values_by_rank):
-            ranks_by_value.setdefault(values[key], []).append(rank)
+            if values[key] != UNKNOWN:
+                ranks_by_value.setdefault(values[key], []).append(rank)
         if len(ranks_by_value) > 1:
             found = "; ".join(f"{value!r} on {describe_ranks(ranks)}" for value, ranks in ranks_by_value.items())
             raise DesyncError(

@@ -75,6 +75,8 @@ class Backward:
     loss: tuple[float, ...] = (0.0,) * NUM_RANKS
     """By rank: the value of the loss."""
     loss_dtype: str = "fp32"
+    idle: tuple[int, ...] = ()
+    """Ranks that have no loss this time, and no gradient either."""
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class Oracle:
         self.has_scaled = False
         self.stop = False
         self.last_report: Report | None = None
-        self._carried: float | None = None
+        self._carried: list[float | None] = [None] * NUM_RANKS
         self._table: list[str] | None = None
         self._holders: dict[str, int] = {}
         self._listed: dict[int, list[str]] = {}
@@ -139,7 +139,7 @@ class Oracle:
         self.veto: set[int] = set()
         self.decisions: list[_Decided] = []
         self._lost: dict[int, str] = {}
-        self._scale_is_carried = False
+        self._is_idle = [True] * NUM_RANKS  # has scaled no loss since the last update
 
     # ---------------------------------------------------------------- calls
 
@@ -187,19 +187,19 @@ class Oracle:
                 self.grads[rank, spec.name] = self.momenta[rank, spec.name] = None
 
     def _backward(self, op: Backward) -> None:
-        if not self._scale_is_carried:
-            if self._carried is not None:
-                factor = np.float32(self.trackers.scale / self._carried)
-                for optimizer in self._fresh:
-                    self._multiply(optimizer, factor)
-            self._carried = self.trackers.scale
-            self._scale_is_carried = True
-        self.has_scaled = True
         for rank, loss in enumerate(op.loss):
+            if rank in op.idle:
+                continue
+            if self._is_idle[rank]:
+                for optimizer in self._fresh:
+                    self._multiply(rank, optimizer, np.float32(self.trackers.scale / self._scale_on(rank)))
+                self._carried[rank] = self.trackers.scale
+                self._is_idle[rank] = False
+            self.has_scaled = True
             if not math.isfinite(loss) and self._lost.get(rank) != "nan":
                 self._lost[rank] = "nan" if math.isnan(loss) else "inf"
         # The scale reaches the gradients through the loss's own dtype.
-        carried = np.float32(NUMPY_DTYPES[op.loss_dtype].type(self._carried))
+        carried = np.float32(NUMPY_DTYPES[op.loss_dtype].type(self.trackers.scale))
         for (rank, name), values in op.grads.items():
             place = rank, name
             dtype = self.params[place].dtype
@@ -212,7 +212,8 @@ class Oracle:
         if self.stages[optimizer] is not Stage.READY:
             raise Refused("ProtocolError")
         self._meet([optimizer])
-        self._multiply(optimizer, np.float32(1 / self._scale_of_gradients()))
+        for rank in range(NUM_RANKS):
+            self._multiply(rank, optimizer, np.float32(1 / self._scale_on(rank)))
         self.stages[optimizer] = Stage.UNSCALED
 
     def _step(self, op: Step) -> None:
@@ -286,7 +287,7 @@ class Oracle:
         if is_refused:
             raise Refused("ProtocolError")
         assert self._table is not None
-        scale = self._scale_of_gradients()
+        scale = self._scale_of_gradients(optimizers)
         amax = dict.fromkeys(self._table, 0.0)
         found: dict[str, list[tuple[str, int]]] = {}
         square = 0.0
@@ -359,8 +360,19 @@ class Oracle:
         blocked = now.blocked + 1 if is_blocked else 0 if decided.clean else now.blocked
         return Trackers(scale, growth, hysteresis, blocked)
 
-    def _scale_of_gradients(self) -> float:
-        return self.trackers.scale if self._carried is None else self._carried
+    def _scale_on(self, rank: int) -> float:
+        carried = self._carried[rank]
+        return self.trackers.scale if carried is None else carried
+
+    def _scale_of_gradients(self, optimizers: Sequence[int]) -> float:
+        """That of all ranks which have gradients or have scaled a loss; the others do not know it."""
+        holders = {rank for rank, name in self.grads if self._has_gradient(rank, name, optimizers)}
+        scales = {self._scale_on(rank) for rank in range(NUM_RANKS) if rank in holders or not self._is_idle[rank]}
+        assert len(scales) < 2, "this program has no right answer"
+        return scales.pop() if scales else self.trackers.scale
+
+    def _has_gradient(self, rank: int, name: str, optimizers: Sequence[int]) -> bool:
+        return self.grads[rank, name] is not None and self._spec(name).optimizer in optimizers
 
     def _meet(self, optimizers: Sequence[int]) -> None:
         self.met += [index for index in optimizers if index not in self.met]
@@ -393,10 +405,10 @@ class Oracle:
     def holds_gradients(self, optimizer: int) -> bool:
         return any(self.grads[place] is not None for place in self.places(optimizer))
 
-    def _multiply(self, optimizer: int, factor: np.float32) -> None:
+    def _multiply(self, rank: int, optimizer: int, factor: np.float32) -> None:
         for place in self.places(optimizer):
             grad = self.grads[place]
-            if grad is not None:
+            if grad is not None and place[0] == rank:
                 self.grads[place] = _times(grad, factor)
 
     def _clear(self, optimizer: int, set_to_none: bool) -> None:

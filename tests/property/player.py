@@ -131,6 +131,8 @@ class Player:
         return None
 
     def _backward(self, op: Backward) -> None:
+        if self.rank in op.idle:
+            return
         dtype = TORCH_DTYPES[op.loss_dtype]
         loss = torch.tensor(op.loss[self.rank])
         for name, param in self.params.items():

@@ -68,14 +68,14 @@ def random_world(rng: Random) -> World:
     )
 
 
-def random_backward(rng: Random, world: World, tensors: Sequence[TensorSpec]) -> Backward:
+def random_backward(rng: Random, world: World, tensors: Sequence[TensorSpec], idle: Sequence[int] = ()) -> Backward:
     """Gradients of powers of two for some of ``tensors``, now and then with a fault somewhere."""
     presence = rng.choice([1.0, 1.0, 0.7, 0.3])
     grads = {
         (rank, spec.name): _powers_of_two(rng, numel)
         for spec in tensors
         for rank, numel in enumerate(spec.numels)
-        if numel is not None and rng.random() < presence
+        if numel is not None and rank not in idle and rng.random() < presence
     }
     fault = rng.random()
     filled = [key for key, values in grads.items() if values]
@@ -89,7 +89,7 @@ def random_backward(rng: Random, world: World, tensors: Sequence[TensorSpec]) ->
     loss = [0.5] * NUM_RANKS
     if rng.random() < 0.12:
         loss[rng.randrange(NUM_RANKS)] = rng.choice([math.inf, math.nan, -math.inf])
-    return Backward(grads, tuple(loss), rng.choice(["fp32"] * 6 + ["fp64", "bf16", "fp16"]))
+    return Backward(grads, tuple(loss), rng.choice(["fp32"] * 6 + ["fp64", "bf16", "fp16"]), tuple(idle))
 
 
 def _powers_of_two(rng: Random, numel: int) -> tuple[float, ...]:
@@ -108,7 +108,10 @@ def make_backward(rng: Random, now: Oracle) -> Op | None:
     if not free:
         return None
     chosen = rng.choice([free, free, [rng.choice(free)]])
-    return random_backward(rng, now.world, [spec for spec in now.tensors if spec.optimizer in chosen])
+    holders = {rank for (rank, _), grad in now.grads.items() if grad is not None}
+    empty = [rank for rank in range(NUM_RANKS) if rank not in holders]
+    idle = empty[: rng.randrange(NUM_RANKS)] if rng.random() < 0.2 else []
+    return random_backward(rng, now.world, [spec for spec in now.tensors if spec.optimizer in chosen], idle)
 
 
 def make_unscale(rng: Random, now: Oracle) -> Op | None:

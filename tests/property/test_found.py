@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distscale import ConfigError, DistributedGradScaler
+from ranks import ThreadReducer, run_threads
 
 
 def _parameter(**kwargs: object) -> tuple[torch.Tensor, torch.optim.SGD]:
@@ -73,3 +74,45 @@ def test_count_beyond_int32(argument: str) -> None:
     with pytest.raises(ConfigError, match=f"{argument}=2147483648 is not allowed"):
         DistributedGradScaler("cpu", **{argument: 2**31})  # type: ignore[arg-type]
     DistributedGradScaler("cpu", **{argument: 2**31 - 1})  # type: ignore[arg-type]
+
+
+def _idle_at_second_step(reducer: ThreadReducer) -> list[float]:
+    """Rank 1 has no loss and no gradient in the step after the scale has changed."""
+    parameter, optimizer = _parameter()
+    scaler = DistributedGradScaler("cpu", init_scale=4.0, growth_interval=1, reducer=reducer)
+    scales = []
+    for step in range(3):
+        if step != 1 or reducer.rank != 1:
+            scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        assert scaler.last_step is not None
+        scales.append(scaler.last_step.scale)
+        scaler.update()
+        optimizer.zero_grad()
+    return [*scales, parameter.item()]
+
+
+def test_rank_without_loss_and_gradients_after_a_change_of_scale() -> None:
+    # C6: it cannot know by what its peers have scaled theirs, and need not.
+    assert run_threads(_idle_at_second_step, 2) == [[4.0, 8.0, 16.0, -3.0], [4.0, 8.0, 16.0, -2.0]]
+
+
+def _grow_while_one_is_idle(reducer: ThreadReducer) -> bool:
+    (first, first_optimizer), (second, second_optimizer) = _parameter(), _parameter()
+    added = torch.zeros(1, requires_grad=True)
+    scaler = DistributedGradScaler("cpu", reducer=reducer)
+    scaler.scale(first.sum()).backward()
+    scaler.step(first_optimizer)
+    scaler.update()
+    first_optimizer.zero_grad()
+    first_optimizer.add_param_group({"params": [added]})
+    if reducer.rank != 1:
+        scaler.scale(second.sum()).backward()  # meets the new parameter, as rank 1 does not
+    scaler.step(second_optimizer)
+    scaler.update()
+    scaler.step(first_optimizer)
+    return scaler.last_step is not None and not scaler.last_step.skipped
+
+
+def test_ranks_that_meet_a_new_parameter_at_different_times() -> None:
+    assert run_threads(_grow_while_one_is_idle, 2) == [True, True]
