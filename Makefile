@@ -31,10 +31,10 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 pretrain: $(READY) ## pretrain the small GPT and print a verdict
-	PATH="$(CURDIR)/$(BIN):$$PATH" launch/torchrun.sh $(CONFIG) $(ARGS)
+	exec launch/torchrun.sh $(CONFIG) $(ARGS)
 
 compare: $(READY) ## the same, and again in FP32 and in FP16 without a scale
-	PATH="$(CURDIR)/$(BIN):$$PATH" launch/torchrun.sh $(CONFIG) --compare $(ARGS)
+	exec launch/torchrun.sh $(CONFIG) --compare $(ARGS)
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
