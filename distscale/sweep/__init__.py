@@ -65,7 +65,8 @@ def sweep(
         limits = _constant(tuple(_largest(part.values.dtype) for part in here), torch.float64, place)
         unscaled = bits.view(torch.float32).double() * inv
         finite = torch.where(unscaled > limits, INF_BITS, unscaled.clamp(max=_FLOAT32_MAX).float().view(torch.int32))
-        bits = torch.where(bits >= INF_BITS, bits, finite)
+        # Where there is nothing to unscale, the bits stay as they are: arithmetic could flush a subnormal to zero.
+        bits = torch.where((bits >= INF_BITS) | (inv == 1), bits, finite)
         index = _constant(tuple(part.slot for part in here), torch.int64, device)
         slots.index_copy_(0, index, bits.to(device, non_blocking=True))
         if total is not None:

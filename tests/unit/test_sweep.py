@@ -62,6 +62,16 @@ def test_fp32_subnormals_keep_their_value(value: float, flush_mode: bool) -> Non
     assert amax_bits([shard]).tolist() == [expected]
 
 
+def test_fp32_subnormal_keeps_its_value_through_the_whole_sweep(flush_mode: bool) -> None:
+    # C25
+    expected = _float32_bits(1e-40)
+    shard = torch.tensor([expected], dtype=torch.int32).view(torch.float32)
+    for is_scaled in (False, True):
+        part = Part(shard, slot=0, weight=1.0, is_scaled=is_scaled)
+        slots, _ = sweep([part], 1, torch.tensor(1.0, dtype=torch.float64), False, CPU)
+        assert slots.tolist() == [expected]
+
+
 @pytest.mark.parametrize("order", [(1.0, math.nan), (math.nan, 1.0), (math.inf, math.nan), (math.nan, -math.inf)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_nan_is_found_in_any_place(order: tuple[float, float], dtype: torch.dtype) -> None:
