@@ -215,7 +215,12 @@ class DistributedGradScaler(ScaleKeeper):
         state = self._decisions[-1].next_state if self._decisions else self._state()
         if new_scale is not None:
             state = state._replace(scale=read_scale(new_scale, self._policy, state.scale))
+        old_scale = self._state().scale.clone()
         self._commit(state)
+        if self._loss_scale is None:
+            # This rank's gradients come from the losses of others, as in a pipeline; the next ones have the new scale.
+            self._rescale_pending_gradients(old_scale, state.scale)
+            self._stepped = []
         for decision in self._decisions:
             decision.settle(state)
             self._reports.add(decision)
@@ -246,6 +251,7 @@ class DistributedGradScaler(ScaleKeeper):
             DesyncError, ProtocolError, ScaleExhaustedError: if the last steps of fused optimizers came to that.
         """
         if self._decisions:
+            self._decisions[-1].raise_if_broken()
             return self._decisions[-1].report()
         self._reports.drain(wait=True)
         return self._reports.last
@@ -323,7 +329,8 @@ class DistributedGradScaler(ScaleKeeper):
             self._lazy_init_scale_growth_tracker(loss.device)
         assert self._scale is not None
         if self._scale_may_differ:
-            self._bring_pending_gradients_to(self._scale)
+            if self._loss_scale is not None:
+                self._rescale_pending_gradients(self._loss_scale, self._scale)
             self._loss_scale = self._scale.clone()
             self._scale_may_differ = False
         self._stepped = []  # the backward pass may add to the gradients of any optimizer
@@ -333,16 +340,14 @@ class DistributedGradScaler(ScaleKeeper):
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         return wide * self._loss_scale.to(loss.device, non_blocking=True)
 
-    def _bring_pending_gradients_to(self, scale: Tensor) -> None:
-        """Rescales gradients that wait, unstepped, from before the last update, so that new ones can be added.
+    def _rescale_pending_gradients(self, old_scale: Tensor, scale: Tensor) -> None:
+        """Rescales gradients that wait, unstepped, from before an update, so that new ones can be added.
 
         Without it, an optimizer that steps more rarely than ``update()`` is called would sum gradients of two scales.
         Parameters are known from the first step of their optimizer on, or from the start by ``names``.
         """
-        if self._loss_scale is None:
-            return
         pending = self._coordinator.roster.values_of_others(self._stepped)
-        scale_(pending, (scale.double() / self._loss_scale.double()).float())
+        scale_(pending, (scale.double() / old_scale.double()).float())
 
     def _begin_step(self) -> None:
         """Forgets what belongs to the step that has ended."""

@@ -49,6 +49,8 @@ class World:
     max_scale: float = 2.0**40
     max_norm: float | None = None
     max_consecutive_skips: int | None = None
+    silent: tuple[int, ...] = ()
+    """Ranks that never scale a loss: stages of a pipeline before the last, whose gradients come from the last one's."""
 
     def scaler_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the scaler."""

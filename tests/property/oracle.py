@@ -188,7 +188,7 @@ class Oracle:
 
     def _backward(self, op: Backward) -> None:
         for rank, loss in enumerate(op.loss):
-            if rank in op.idle:
+            if rank in op.idle or rank in self.world.silent:
                 continue
             if self._is_idle[rank]:
                 for optimizer in self._fresh:
@@ -240,10 +240,14 @@ class Oracle:
                 if not op.as_tensor:
                     raise Refused("ConfigError")
                 new_scale = min(max(new_scale, low), high)  # its value is not known on the host
+        old_scale = self.trackers.scale
         if self.decisions:
             self.trackers = self.decisions[-1].trackers
         if new_scale is not None:
             self.trackers = replace(self.trackers, scale=new_scale)
+        for rank in self.world.silent:
+            for optimizer in self._fresh - set(unstepped):
+                self._multiply(rank, optimizer, np.float32(self.trackers.scale / old_scale))
         for decided in self.decisions:
             decided.report = replace(decided.report, next_scale=self.trackers.scale)
             decided.trackers = self.trackers
@@ -366,10 +370,20 @@ class Oracle:
 
     def _scale_of_gradients(self, optimizers: Sequence[int]) -> float:
         """That of all ranks which have gradients or have scaled a loss; the others do not know it."""
-        holders = {rank for rank, name in self.grads if self._has_gradient(rank, name, optimizers)}
-        scales = {self._scale_on(rank) for rank in range(NUM_RANKS) if rank in holders or not self._is_idle[rank]}
+        scales = self._scales(optimizers)
         assert len(scales) < 2, "this program has no right answer"
         return scales.pop() if scales else self.trackers.scale
+
+    def have_one_scale(self, optimizers: Sequence[int]) -> bool:
+        """Whether all ranks know by what the gradients of ``optimizers`` are scaled.
+
+        A silent rank does not, if an update came after the others' last loss.
+        """
+        return len(self._scales(optimizers)) < 2
+
+    def _scales(self, optimizers: Sequence[int]) -> set[float]:
+        holders = {rank for rank, name in self.grads if self._has_gradient(rank, name, optimizers)}
+        return {self._scale_on(rank) for rank in range(NUM_RANKS) if rank in holders or not self._is_idle[rank]}
 
     def _has_gradient(self, rank: int, name: str, optimizers: Sequence[int]) -> bool:
         return self.grads[rank, name] is not None and self._spec(name).optimizer in optimizers

@@ -139,7 +139,11 @@ class Player:
             slope = op.grads.get((self.rank, name))
             if slope is not None:
                 loss = loss + _Slope.apply(param, torch.tensor(slope, dtype=torch.float32))
-        scaled = self.scaler.scale(loss.to(dtype))
+        if self.rank in self.world.silent:
+            # What a backward pass through the later stages brings, whose last one has scaled the loss.
+            scaled = loss.to(dtype).float() * self.scaler.get_scale()
+        else:
+            scaled = self.scaler.scale(loss.to(dtype))
         if scaled.requires_grad:
             scaled.backward()
 

@@ -65,6 +65,7 @@ def random_world(rng: Random) -> World:
         max_scale=rng.choice([2.0**40, 2.0**30]),
         max_norm=rng.choice([None, None, math.inf, 1.0, 16.0]),
         max_consecutive_skips=rng.choice([None, 2, 4]),
+        silent=rng.choice([(), (), (0,), (1, 3)]),
     )
 
 
@@ -104,13 +105,16 @@ Maker = Callable[[Random, Oracle], Op | None]
 
 def make_backward(rng: Random, now: Oracle) -> Op | None:
     """A backward pass through all optimizers that are not unscaled yet, or through one of them."""
-    free = _in_stage(now, Stage.READY, Stage.STEPPED)
+    # A silent rank cannot tell gradients that come after a step from those that it used up.
+    free = _in_stage(now, Stage.READY) if now.world.silent else _in_stage(now, Stage.READY, Stage.STEPPED)
     if not free:
         return None
     chosen = rng.choice([free, free, [rng.choice(free)]])
     holders = {rank for (rank, _), grad in now.grads.items() if grad is not None}
     empty = [rank for rank in range(NUM_RANKS) if rank not in holders]
     idle = empty[: rng.randrange(NUM_RANKS)] if rng.random() < 0.2 else []
+    if set(idle) | set(now.world.silent) == set(range(NUM_RANKS)):
+        return None
     return random_backward(rng, now.world, [spec for spec in now.tensors if spec.optimizer in chosen], idle)
 
 
@@ -126,6 +130,8 @@ def make_step(rng: Random, now: Oracle) -> Op | None:
     left = _in_stage(now, Stage.READY, Stage.UNSCALED)
     some = rng.sample(left, rng.randrange(len(left) + 1))
     chosen = rng.choice([left, left, left, left[:1], left[-1:], some])
+    if not now.have_one_scale(chosen):
+        return None
     return Step(tuple(chosen), rng.random() < 0.5, rng.random() < 0.7)
 
 
@@ -139,6 +145,8 @@ def make_update(rng: Random, now: Oracle) -> Op | None:
     if now.met:
         known |= {spec.name for spec in now.world.tensors}
     if any(name not in known for (_, name), grad in now.grads.items() if grad is not None):
+        return None
+    if not now.have_one_scale(_in_stage(now, Stage.UNSCALED)):
         return None
     if rng.random() < 0.1:
         return Update(2.0 ** rng.choice([0, 5, 10, 15, 20, 25, -10, 35, 50, 130]), rng.random() < 0.5)

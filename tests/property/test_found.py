@@ -116,3 +116,23 @@ def _grow_while_one_is_idle(reducer: ThreadReducer) -> bool:
 
 def test_ranks_that_meet_a_new_parameter_at_different_times() -> None:
     assert run_threads(_grow_while_one_is_idle, 2) == [True, True]
+
+
+def _two_stages(reducer: ThreadReducer) -> list[float]:
+    """Rank 1 has the loss; rank 0's gradients come from it. The second optimizer steps at every other update."""
+    (first, first_optimizer), (second, second_optimizer) = _parameter(), _parameter()
+    names = {"first": first, "second": second}
+    scaler = DistributedGradScaler("cpu", init_scale=4.0, growth_interval=1, reducer=reducer, names=names)
+    for step in range(4):
+        loss = (first + second).sum()
+        (scaler.scale(loss) if reducer.rank == 1 else loss * scaler.get_scale()).backward()
+        optimizers = (first_optimizer, second_optimizer) if step % 2 else (first_optimizer,)
+        scaler.step(*optimizers)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return [first.item(), second.item()]
+
+
+def test_waiting_gradients_of_a_rank_that_scales_no_loss() -> None:
+    assert run_threads(_two_stages, 2) == [[-4.0, -4.0]] * 2
