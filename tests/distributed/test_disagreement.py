@@ -164,11 +164,14 @@ class Unreadable(Tensor):
 
 
 def failures(rank: int) -> dict[str, Any]:
-    """Rank 2 raises while it looks at its gradients; a good step before it, or none."""
+    """Rank 2 raises while it looks at its gradients; a good step before it, or none.
+
+    After a good step, the fused optimizers of the others do not read the decision before they have stepped.
+    """
     seen: dict[str, Any] = {}
-    for kind in ("dtype", "subclass"):
+    for kind in ("dtype", "subclass", "subclass, fused"):
         for num_good_steps in (0, 1):
-            good = optimizer_of()
+            good = optimizer_of("adamw-fused" if kind == "subclass, fused" else "sgd-momentum")
             scaler, reducer = counted(init_scale=SCALE, max_norm=1.0)
             for _ in range(num_good_steps):
                 run_step(scaler, good)
@@ -324,7 +327,11 @@ def test_a_new_optimizer_on_one_rank(results: dict[str, list[Any]]) -> None:
 @pytest.mark.parametrize("num_good_steps", [0, 1])
 @pytest.mark.parametrize(
     ("fault", "own_error", "own_text"),
-    [("dtype", "TypeError", "float8_e5m2fnuz"), ("subclass", "RuntimeError", "cannot be read")],
+    [
+        ("dtype", "TypeError", "float8_e5m2fnuz"),
+        ("subclass", "RuntimeError", "cannot be read"),
+        ("subclass, fused", "RuntimeError", "cannot be read"),
+    ],
 )
 def test_a_rank_that_fails_in_its_sweep(
     results: dict[str, list[Any]], fault: str, own_error: str, own_text: str, num_good_steps: int

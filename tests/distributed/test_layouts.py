@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import counted, error_of, full_norm, local, poison, results_by_case, run_step, snapshot, tiny_model
+from cases import (
+    OPTIMIZERS,
+    counted,
+    error_of,
+    full_norm,
+    local,
+    poison,
+    results_by_case,
+    run_step,
+    snapshot,
+    tiny_model,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -89,7 +100,7 @@ def torch_grad_scaler(make: Callable[[], tuple[Optimizer, Any]], bad_name: str, 
 # ---------------------------------------------------------------- dense layouts
 
 
-def wrapped(layout: str) -> tuple[Optimizer, Any]:
+def wrapped(layout: str, fused: bool = False) -> tuple[Optimizer, Any]:
     inner = tiny_model()
     model: nn.Module = inner
     if layout == "ddp":
@@ -101,7 +112,27 @@ def wrapped(layout: str) -> tuple[Optimizer, Any]:
         fully_shard(inner, mesh=mesh)
     x = torch.linspace(-1.0, 1.0 + dist.get_rank(), 20).view(5, 4)
     (model(x).square().mean() * SCALE).backward()
-    return AdamW(inner.parameters(), lr=1e-2), inner.named_parameters()
+    return AdamW(inner.parameters(), lr=1e-2, fused=fused), inner.named_parameters()
+
+
+def fused(rank: int) -> dict[str, Any]:
+    """C3's like: a fused optimizer and no explicit ``unscale_``, an inf on each rank in turn; (skipped, scale)."""
+    seen: dict[str, Any] = {}
+    for layout in ("ddp", "fsdp2"):
+        faults = []
+        for bad_rank in range(WORLD_SIZE):
+            optimizer, named = wrapped(layout, fused=True)
+            named = dict(named)
+            scaler, _ = counted(init_scale=SCALE, names=named)
+            run_step(scaler, optimizer)
+            if rank == bad_rank:
+                poison(named["0.weight"].grad, float("inf"))
+            before = snapshot(optimizer)
+            report = run_step(scaler, optimizer)
+            faults.append((report.skipped, scaler.get_scale(), snapshot(optimizer) == before))
+        seen[layout] = faults
+        seen[f"torch, {layout}"] = torch_grad_scaler(lambda layout=layout: wrapped(layout, fused=True), "0.weight", 1)
+    return seen
 
 
 def dense(rank: int) -> dict[str, Any]:
@@ -270,7 +301,11 @@ def pending_sums(rank: int) -> dict[str, Any]:
 
 
 def c6(rank: int) -> dict[str, Any]:
-    """Plain processes: rank 1 has no gradients, rank 2 no optimizer, rank 3 no fp16 tensors."""
+    return {kind: _c6(rank, kind) for kind in ("adamw-loop", "adamw-fused")}
+
+
+def _c6(rank: int, kind: str) -> dict[str, Any]:
+    """Plain processes: rank 1 has no gradients, rank 2 neither loss nor optimizer, rank 3 no fp16 tensors."""
     params = {
         "wide": nn.Parameter(torch.ones(3)),
         "narrow": nn.Parameter(torch.ones(3, dtype=torch.float16)),
@@ -279,8 +314,7 @@ def c6(rank: int) -> dict[str, Any]:
         del params["narrow"]
     for param in params.values() if rank in (0, 3) else []:
         param.grad = torch.full_like(param, 2.0)
-    optimizer = AdamW(params.values(), lr=1e-2)
-    optimizers = [] if rank == 2 else [optimizer]
+    optimizer = OPTIMIZERS[kind](params.values())
     scaler, reducer = counted(init_scale=2.0, names=None if rank == 2 else params, max_norm=100.0)
     seen = []
     for bad_rank, bad_name in ((None, None), (0, "narrow"), (0, "wide"), (3, "wide")):
@@ -290,7 +324,12 @@ def c6(rank: int) -> dict[str, Any]:
         if rank == bad_rank:
             poison(params[bad_name].grad, float("nan"))
         before = snapshot(optimizer)
-        report = run_step(scaler, *optimizers)
+        if rank != 2:
+            scaler.scale(torch.ones(()))
+        scaler.step(*([] if rank == 2 else [optimizer]))
+        scaler.update()
+        report = scaler.last_step
+        assert report is not None
         culprit = report.culprit and (report.culprit.rank, report.culprit.tensor, report.culprit.kind)
         seen.append((report.skipped, culprit, scaler.get_scale()))
         seen.append(snapshot(optimizer) == before)
@@ -329,7 +368,7 @@ def groups(rank: int) -> dict[str, Any]:
     return seen
 
 
-CASES = [dense, c1, c2, c5, c6, pending_sums, groups]
+CASES = [dense, fused, c1, c2, c5, c6, pending_sums, groups]
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +396,18 @@ def check(by_rank: list[dict[str, Any]], num_faults: int) -> None:
 @pytest.mark.parametrize(("layout", "num_faults"), [("ddp", 3), ("fsdp2", 4), ("hsdp", 6)])
 def test_dense(results: dict[str, list[Any]], layout: str, num_faults: int) -> None:
     check([seen[layout] for seen in results["dense"]], num_faults)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_fused_without_unscale(results: dict[str, list[Any]], layout: str) -> None:
+    for seen in results["fused"]:
+        assert seen[layout] == [(True, SCALE / 2, True)] * WORLD_SIZE
+
+
+def test_fused_torch_decides_alone_on_plain_tensors(results: dict[str, list[Any]]) -> None:
+    """Not our code: an inf that only rank 1 has. Under FSDP2 torch reduces the flag, also for a fused optimizer."""
+    assert [seen["torch, ddp"][1] for seen in results["fused"]] == [SCALE, SCALE / 2, SCALE, SCALE]
+    assert [seen["torch, fsdp2"][1] for seen in results["fused"]] == [SCALE / 2] * 4
 
 
 @pytest.mark.parametrize("order", ["norms first", "norms last"])
@@ -403,8 +454,9 @@ def test_c5_torch_refuses(results: dict[str, list[Any]]) -> None:
         assert "got mixed torch.Tensor and DTensor" in seen["torch"]
 
 
-def test_c6_ranks_without_gradients(results: dict[str, list[Any]]) -> None:
-    for rank, seen in enumerate(results["c6"]):
+@pytest.mark.parametrize("kind", ["adamw-loop", "adamw-fused"])
+def test_c6_ranks_without_gradients(results: dict[str, list[Any]], kind: str) -> None:
+    for rank, seen in enumerate(by_kind[kind] for by_kind in results["c6"]):
         wanted = [None, (0, "narrow", "nan"), (0, "wide", "nan"), (3, "wide", "nan")]
         decisions, untouched = seen["seen"][::2], seen["seen"][1::2]
         assert [culprit for _, culprit, _ in decisions] == wanted
@@ -413,17 +465,13 @@ def test_c6_ranks_without_gradients(results: dict[str, list[Any]]) -> None:
         assert untouched == [rank in (1, 2), True, True, True]
         num_reduces, reduced_bytes = seen["counts"]
         assert num_reduces == 4
-        assert reduced_bytes == results["c6"][0]["counts"][1]
+        assert reduced_bytes == results["c6"][0][kind]["counts"][1]
 
 
 def test_c6_torch_fails_on_the_rank_without_gradients_alone(results: dict[str, list[Any]]) -> None:
     """Not our code: shows the fault that the case is about."""
-    assert [seen["torch"] and seen["torch"][0] for seen in results["c6"]] == [
-        None,
-        "AssertionError",
-        "AssertionError",
-        "",
-    ]
+    errors = [seen["adamw-loop"]["torch"] for seen in results["c6"]]
+    assert [error and error[0] for error in errors] == [None, "AssertionError", "AssertionError", ""]
 
 
 def test_gradients_that_wait_for_their_sum(results: dict[str, list[Any]]) -> None:

@@ -30,7 +30,8 @@ from distscale.record import HostCopy
 
 WORLD_SIZE = 2
 SCALE = 1024.0
-INF = float("inf")
+PAIRS = [("adamw-foreach", "sgd-momentum"), ("adamw-fused", "sgd-momentum-fused"), ("adamw-fused", "adamw-loop")]
+INF, NAN = float("inf"), float("nan")
 
 
 def backward(model: nn.Module, rank: int, scale: float = 1.0) -> None:
@@ -198,11 +199,7 @@ def c33(rank: int) -> list[int]:
 def two_optimizers(rank: int) -> dict[str, Any]:
     """All or none, in one exchange; each of them in turn has the bad value, on one rank."""
     seen: dict[str, Any] = {}
-    for kinds in (
-        ("adamw-foreach", "sgd-momentum"),
-        ("adamw-fused", "sgd-momentum-fused"),
-        ("adamw-fused", "adamw-loop"),
-    ):
+    for kinds in PAIRS:
         params = [nn.Parameter(torch.ones(3)) for _ in kinds]
         optimizers = [OPTIMIZERS[kind]([param]) for kind, param in zip(kinds, params, strict=True)]
         scaler, reducer = counted(init_scale=SCALE, max_norm=INF, growth_interval=1000)
@@ -291,6 +288,36 @@ def accumulation(rank: int) -> list[Any]:
     return [seen, reducer.num_reduces]
 
 
+def after_unscaling(rank: int) -> dict[str, Any]:
+    """Two optimizers, the first one unscaled by hand; then a rank's own code changes or spoils its gradients."""
+    seen: dict[str, Any] = {}
+    for kinds in PAIRS:
+        params = [nn.Parameter(torch.ones(3)) for _ in kinds]
+        optimizers = [OPTIMIZERS[kind]([param]) for kind, param in zip(kinds, params, strict=True)]
+        scaler, reducer = counted(init_scale=SCALE, max_norm=INF, names={"first": params[0], "second": params[1]})
+        steps = []
+        for factor in (1.0, 2.0, INF, NAN, 0.5):
+            scale = scaler.get_scale()
+            for index, param in enumerate(params):
+                set_grad(param, torch.full((3,), scale * (index + 1)))
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(optimizers[0])
+            assert params[0].grad is not None
+            is_unscaled = params[0].grad.tolist() == [1.0] * 3
+            params[0].grad.mul_(factor if rank == 1 or factor in (2.0, 0.5) else 1.0)
+            before = [snapshot(optimizer) for optimizer in optimizers]
+            scaler.step(*optimizers)
+            scaler.update()
+            report = scaler.last_step
+            assert report is not None
+            moved = [snapshot(optimizer) != old for optimizer, old in zip(optimizers, before, strict=True)]
+            culprit = report.culprit and (report.culprit.rank, report.culprit.tensor, report.culprit.kind)
+            norm = None if report.skipped else report.grad_norm
+            steps.append((is_unscaled, report.skipped, culprit, moved, norm, scaler.get_scale()))
+        seen[" + ".join(kinds)] = (steps, reducer.num_reduces)
+    return seen
+
+
 # ---------------------------------------------------------------- policies
 
 
@@ -342,7 +369,7 @@ def c17(rank: int) -> tuple[str, str]:
     return error_of(lambda: scaler.unscale_(optimizer))
 
 
-CASES = [skip_and_step, clipping, syncs, c33, two_optimizers, c16, c14, accumulation, policies, c17]
+CASES = [skip_and_step, clipping, syncs, c33, two_optimizers, after_unscaling, c16, c14, accumulation, policies, c17]
 
 
 @pytest.fixture(scope="module")
@@ -402,6 +429,19 @@ def test_two_optimizers_step_together_or_not_at_all(results: dict[str, list[Any]
         assert second == third == (True, [False, False], None), kinds
         assert (last_skips, last_moved, last) == (False, [True, True], norm), kinds
         assert (num_reduces, num_gathers) == (4, 1), kinds
+
+
+def test_a_gradient_spoiled_after_unscaling(results: dict[str, list[Any]]) -> None:
+    for kinds, (steps, num_reduces) in on_all(results["after_unscaling"]).items():
+        is_unscaled, skipped, culprits, moved, norms, scales = zip(*steps, strict=True)
+        assert all(is_unscaled), kinds
+        assert skipped == (False, False, True, True, False), kinds
+        assert culprits == (None, None, (1, "first", "inf"), (1, "first", "nan"), None), kinds
+        assert moved == ([True] * 2, [True] * 2, [False] * 2, [False] * 2, [True] * 2), kinds
+        wanted = [pytest.approx((3 * factor**2 + 3 * 4) ** 0.5, rel=1e-6) for factor in (1.0, 2.0, 0.5)]
+        assert [norm for norm in norms if norm is not None] == wanted, kinds
+        assert scales == (SCALE, SCALE, SCALE / 2, SCALE / 4, SCALE / 4), kinds
+        assert num_reduces == 5, kinds
 
 
 def test_c16_update_between_two_optimizers(results: dict[str, list[Any]]) -> None:
