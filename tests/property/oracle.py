@@ -1,8 +1,6 @@
 """What four ranks with one scaler have to do, in plain Python: no torch, no ranks, no devices.
 
-One object knows the truth about all ranks. Where the scaler exchanges vectors, it just looks. Numbers are numpy's, in
-the dtype that the tensors have, and the programs use powers of two, so nearly all sums and products are exact; where
-one is rounded, it is rounded once.
+One object knows the truth about all ranks. Where the scaler exchanges vectors, it just looks.
 """
 
 from __future__ import annotations
@@ -10,10 +8,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 from calls import (
     NUM_RANKS,
@@ -24,92 +20,23 @@ from calls import (
     SetGrowthInterval,
     Step,
     Stop,
-    TensorSpec,
     Unscale,
     Update,
     Veto,
     World,
 )
-
-NUMPY_DTYPES: dict[str, np.dtype] = {
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp32": np.dtype(np.float32),
-    "fp64": np.dtype(np.float64),
-}
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-Place = tuple[int, str]  # rank, tensor
+from expectations import Decided, Expected, Refused, Report, Stage, Trackers, next_trackers
+from holdings import NUMPY_DTYPES, Holdings, look
 
 
-class Stage(Enum):
-    READY = "ready"
-    UNSCALED = "unscaled"
-    STEPPED = "stepped"
-
-
-class Refused(Exception):
-    """The scaler must refuse this call; ``args[0]`` is the name of the error."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What every rank's StepReport must say."""
-
-    step: int
-    skipped: bool
-    scale: float
-    next_scale: float
-    grad_norm: float | None
-    clip_coef: float | None
-    culprit: tuple[int, str, str] | None
-    amax: tuple[tuple[str, float], ...]
-    vetoed_by: int | None
-    stop_requested: bool
-
-
-@dataclass(frozen=True)
-class Trackers:
-    """What the policy remembers."""
-
-    scale: float
-    growth: int
-    hysteresis: int
-    blocked: int
-
-
-@dataclass
-class _Decided:
-    report: Report
-    trackers: Trackers
-    overflow: bool
-    lost: bool
-    clean: bool
-
-
-@dataclass
-class Expected:
-    """What must be seen on every rank after a call."""
-
-    error: str | None
-    reports: list[Report]
-    """That ``on_step`` got during the call."""
-    last_step: Report | None
-    """If the call was a step whose caller reads the report."""
-    num_exchanges: int
-
-
-class Oracle:
+class Oracle(Holdings):
     """Plays a program's calls, one by one; its attributes are the state after the last one."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.tensors: list[TensorSpec] = []
-        self.params: dict[Place, np.ndarray] = {}
-        self.momenta: dict[Place, np.ndarray | None] = {}
-        self.grads: dict[Place, np.ndarray | None] = {}
+        super().__init__()
         for spec in world.tensors:
-            self._create(spec)
+            self.create(spec)
         self.growth_interval = world.growth_interval
         start = {"static": world.init_scale, "none": 1.0}.get(world.policy, world.init_scale)
         self.trackers = Trackers(start, 0, self._full_hysteresis, 0)
@@ -125,19 +52,18 @@ class Oracle:
         self.met: list[int] = []
         self.has_scaled = False
         self.stop = False
-        self.last_report: Report | None = None
         self._carried: list[float | None] = [None] * NUM_RANKS
         self._table: list[str] | None = None
         self._holders: dict[str, int] = {}
         self._listed: dict[int, list[str]] = {}
-        self._waiting: deque[_Decided] = deque()
+        self._waiting: deque[Decided] = deque()
         self._fresh: set[int] = set()  # optimizers that hold gradients of the carried scale
         self._begin_step()
 
     def _begin_step(self) -> None:
         self.stages = [Stage.READY] * len(self.world.optimizers)
         self.veto: set[int] = set()
-        self.decisions: list[_Decided] = []
+        self.decisions: list[Decided] = []
         self._lost: dict[int, str] = {}
         self._is_idle = [True] * NUM_RANKS  # has scaled no loss since the last update
 
@@ -177,14 +103,7 @@ class Oracle:
             case Restart(torch_format):
                 self._restart(torch_format)
             case AddGroup(spec):
-                self._create(spec)
-
-    def _create(self, spec: TensorSpec) -> None:
-        self.tensors.append(spec)
-        for rank, numel in enumerate(spec.numels):
-            if numel is not None:
-                self.params[rank, spec.name] = np.zeros(numel, NUMPY_DTYPES[spec.dtype])
-                self.grads[rank, spec.name] = self.momenta[rank, spec.name] = None
+                self.create(spec)
 
     def _backward(self, op: Backward) -> None:
         for rank, loss in enumerate(op.loss):
@@ -192,7 +111,7 @@ class Oracle:
                 continue
             if self._is_idle[rank]:
                 for optimizer in self._fresh:
-                    self._multiply(rank, optimizer, np.float32(self.trackers.scale / self._scale_on(rank)))
+                    self.multiply(rank, optimizer, np.float32(self.trackers.scale / self._scale_on(rank)))
                 self._carried[rank] = self.trackers.scale
                 self._is_idle[rank] = False
             self.has_scaled = True
@@ -201,19 +120,15 @@ class Oracle:
         # The scale reaches the gradients through the loss's own dtype.
         carried = np.float32(NUMPY_DTYPES[op.loss_dtype].type(self.trackers.scale))
         for (rank, name), values in op.grads.items():
-            place = rank, name
-            dtype = self.params[place].dtype
-            new = (np.array(values, np.float32) * carried).astype(dtype)
-            old = self.grads[place]
-            self.grads[place] = new if old is None else (old + new).astype(dtype)
-            self._fresh.add(self._spec(name).optimizer)
+            self.add((rank, name), values, carried)
+            self._fresh.add(self.spec(name).optimizer)
 
     def _unscale(self, optimizer: int) -> None:
         if self.stages[optimizer] is not Stage.READY:
             raise Refused("ProtocolError")
         self._meet([optimizer])
         for rank in range(NUM_RANKS):
-            self._multiply(rank, optimizer, np.float32(1 / self._scale_on(rank)))
+            self.multiply(rank, optimizer, np.float32(1 / self._scale_on(rank)))
         self.stages[optimizer] = Stage.UNSCALED
 
     def _step(self, op: Step) -> None:
@@ -222,10 +137,11 @@ class Oracle:
         decided = self._decide(op.optimizers)
         if not decided.report.skipped:
             for index in op.optimizers:
-                self._apply(index, decided.report)
+                carried = 1.0 if self.stages[index] is Stage.UNSCALED else decided.report.scale
+                self.apply(index, self.world.optimizers[index], carried, decided.report.clip_coef or 1.0)
         for index in op.optimizers:
             self.stages[index] = Stage.STEPPED
-            self._clear(index, op.set_to_none)
+            self._forget(index, op.set_to_none)
 
     def _update(self, op: Update) -> None:
         new_scale = op.new_scale
@@ -247,14 +163,14 @@ class Oracle:
             self.trackers = replace(self.trackers, scale=new_scale)
         for rank in self.world.silent:
             for optimizer in self._fresh - set(unstepped):
-                self._multiply(rank, optimizer, np.float32(self.trackers.scale / old_scale))
+                self.multiply(rank, optimizer, np.float32(self.trackers.scale / old_scale))
         for decided in self.decisions:
             decided.report = replace(decided.report, next_scale=self.trackers.scale)
             decided.trackers = self.trackers
             self._waiting.append(decided)
         self.num_updates += 1
         for index in unstepped:  # what a user must do: they carry no scale any more
-            self._clear(index, True)
+            self._forget(index, True)
         self._begin_step()
         self._deliver()
 
@@ -267,7 +183,6 @@ class Oracle:
     def _deliver(self) -> None:
         while self._waiting:
             decided = self._waiting.popleft()
-            self.last_report = decided.report
             self._reports.append(decided.report)
             limit = self.world.max_consecutive_skips
             if limit is not None and decided.trackers.blocked >= limit and decided.report.culprit:
@@ -283,7 +198,7 @@ class Oracle:
 
     # ---------------------------------------------------------------- the decision
 
-    def _decide(self, optimizers: Sequence[int]) -> _Decided:
+    def _decide(self, optimizers: Sequence[int]) -> Decided:
         """Looks at the gradients of all ranks at once."""
         is_refused = not self.has_scaled and self.world.policy != "none"
         self._agree(optimizers, is_refused)
@@ -296,10 +211,10 @@ class Oracle:
         found: dict[str, list[tuple[str, int]]] = {}
         square = 0.0
         for (rank, name), grad in self.grads.items():
-            if grad is None or self._spec(name).optimizer not in optimizers:
+            if grad is None or self.spec(name).optimizer not in optimizers:
                 continue
-            inv_scale = 1.0 if self.stages[self._spec(name).optimizer] is Stage.UNSCALED else 1 / scale
-            kind, highest = _look(grad, inv_scale)
+            inv_scale = 1.0 if self.stages[self.spec(name).optimizer] is Stage.UNSCALED else 1 / scale
+            kind, highest = look(grad, inv_scale)
             amax[name] = max(amax[name], highest) if not math.isnan(amax[name]) else math.nan
             if kind:
                 found.setdefault(name, []).append((kind, rank))
@@ -316,7 +231,7 @@ class Oracle:
             name = max(found, key=self._table.index)
             kind, rank = max(found[name])  # "nan" sorts above "inf", as its bits do
             culprit = rank, name, kind
-        decided = _Decided(Report(
+        decided = Decided(Report(
             step=self.num_updates,
             skipped=skipped,
             scale=scale,
@@ -336,33 +251,10 @@ class Oracle:
             decided.overflow |= before.overflow
             decided.lost |= before.lost
             decided.clean &= before.clean
-        decided.trackers = self._next_trackers(decided)
+        decided.trackers = next_trackers(self.world, self.growth_interval, self.trackers, decided)
         decided.report = replace(decided.report, next_scale=decided.trackers.scale)
         self.decisions.append(decided)
         return decided
-
-    def _next_trackers(self, decided: _Decided) -> Trackers:
-        world, now = self.world, self.trackers
-        scale, growth, hysteresis, is_blocked = now.scale, now.growth, now.hysteresis, decided.lost
-        if world.policy != "dynamic":
-            is_blocked |= decided.overflow
-        else:
-            if decided.overflow:
-                growth = 0
-                hysteresis = max(hysteresis - 1, 0)
-                if hysteresis == 0:
-                    is_blocked |= scale <= world.min_scale
-                    scale = float(np.float32(max(scale * world.backoff_factor, world.min_scale)))
-            if decided.lost:
-                growth = 0
-            if decided.clean:
-                growth += 1
-                if growth >= self.growth_interval:
-                    growth = 0
-                    hysteresis = world.hysteresis
-                    scale = float(np.float32(min(scale * world.growth_factor, world.max_scale)))
-        blocked = now.blocked + 1 if is_blocked else 0 if decided.clean else now.blocked
-        return Trackers(scale, growth, hysteresis, blocked)
 
     def _scale_on(self, rank: int) -> float:
         carried = self._carried[rank]
@@ -386,7 +278,7 @@ class Oracle:
         return {self._scale_on(rank) for rank in range(NUM_RANKS) if rank in holders or not self._is_idle[rank]}
 
     def _has_gradient(self, rank: int, name: str, optimizers: Sequence[int]) -> bool:
-        return self.grads[rank, name] is not None and self._spec(name).optimizer in optimizers
+        return self.grads[rank, name] is not None and self.spec(name).optimizer in optimizers
 
     def _meet(self, optimizers: Sequence[int]) -> None:
         self.met += [index for index in optimizers if index not in self.met]
@@ -407,73 +299,6 @@ class Oracle:
         self._table = list(dict.fromkeys(name for held in mine for name in held))
         self._holders = {name: sum(name in held for held in mine) for name in self._table}
 
-    # ---------------------------------------------------------------- gradients and parameters
-
-    def _spec(self, name: str) -> TensorSpec:
-        return next(spec for spec in self.tensors if spec.name == name)
-
-    def places(self, optimizer: int) -> list[Place]:
-        """Where the optimizer has parameters."""
-        return [place for place in self.params if self._spec(place[1]).optimizer == optimizer]
-
-    def holds_gradients(self, optimizer: int) -> bool:
-        return any(self.grads[place] is not None for place in self.places(optimizer))
-
-    def _multiply(self, rank: int, optimizer: int, factor: np.float32) -> None:
-        for place in self.places(optimizer):
-            grad = self.grads[place]
-            if grad is not None and place[0] == rank:
-                self.grads[place] = _times(grad, factor)
-
-    def _clear(self, optimizer: int, set_to_none: bool) -> None:
+    def _forget(self, optimizer: int, set_to_none: bool) -> None:
         self._fresh.discard(optimizer)
-        for place in self.places(optimizer):
-            grad = self.grads[place]
-            self.grads[place] = None if set_to_none or grad is None else np.zeros_like(grad)
-
-    def _apply(self, optimizer: int, report: Report) -> None:
-        spec = self.world.optimizers[optimizer]
-        carried = 1.0 if self.stages[optimizer] is Stage.UNSCALED else report.scale
-        coef = 1.0 if report.clip_coef is None else report.clip_coef
-        for place in self.places(optimizer):
-            grad = self.grads[place]
-            if grad is None:
-                continue
-            dtype, wide = grad.dtype, _wide(grad)
-            if spec.fused:
-                # The kernel divides, and keeps what it has formed in fp32 to the end.
-                change = grad.astype(wide) / wide(np.float32(carried / coef))
-            else:
-                change = _times(grad, np.float32(coef / carried)).astype(wide)
-            if spec.momentum:
-                old = self.momenta[place]
-                if old is not None:
-                    change = wide(spec.momentum) * old.astype(wide) + change
-                self.momenta[place] = change.astype(dtype)
-                if not spec.fused:
-                    change = change.astype(dtype).astype(wide)
-            self.params[place] = (self.params[place].astype(wide) - wide(spec.lr) * change).astype(dtype)
-
-
-def _look(grad: np.ndarray, inv_scale: float) -> tuple[str | None, float]:
-    """Whether there is an inf or NaN in ``grad``, before or after unscaling, and its unscaled amax."""
-    if grad.size == 0:
-        return None, 0.0
-    wide = np.abs(grad.astype(np.float64))
-    if np.isnan(wide).any():
-        return "nan", math.nan
-    highest = float(wide.max())
-    if math.isinf(highest):
-        return "inf", math.inf
-    unscaled = min(highest, _FLOAT32_MAX) * inv_scale
-    largest = math.inf if grad.dtype == np.float64 else float(ml_dtypes.finfo(grad.dtype).max)
-    return ("inf", math.inf) if unscaled > largest else (None, float(np.float32(min(unscaled, _FLOAT32_MAX))))
-
-
-def _wide(values: np.ndarray) -> type[np.floating]:
-    return np.float64 if values.dtype == np.float64 else np.float32
-
-
-def _times(grad: np.ndarray, factor: np.float32) -> np.ndarray:
-    wide = _wide(grad)
-    return (grad.astype(wide) * wide(factor)).astype(grad.dtype)
+        self.clear(optimizer, set_to_none)

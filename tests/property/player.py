@@ -24,7 +24,8 @@ from calls import (
     Veto,
     World,
 )
-from oracle import Expected, Oracle, Report, Trackers
+from expectations import Expected, Report, Trackers
+from oracle import Oracle
 from torch import Tensor
 
 from distscale import DistributedGradScaler, DistScaleError, Reducer, StepReport

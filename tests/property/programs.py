@@ -25,7 +25,8 @@ from calls import (
     Veto,
     World,
 )
-from oracle import Oracle, Stage
+from expectations import Stage
+from oracle import Oracle
 
 
 def random_numels(rng: Random, everywhere: bool = False) -> tuple[int | None, ...]:
