@@ -184,8 +184,7 @@ class DistributedGradScaler(ScaleKeeper):
             returned = self._apply(optimizers, decision, kwargs)
         for optimizer in optimizers:
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
-        if self._loss_scale is not None:
-            self._stepped += optimizers
+        self._stepped += optimizers
         return returned[0] if len(returned) == 1 else returned or None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -259,6 +259,18 @@ class TestStep:
         assert scaler.get_scale() == 1024.0 * 2 ** (6 if named else 7)
         assert (first.item(), second.item()) == (-6.0, -6.0)
 
+    def test_rank_without_a_loss_leaves_the_gradients_of_stepped_optimizers_alone(self) -> None:
+        # Nothing waits after a step, so there is nothing to bring to the new scale, and no pass to pay for it.
+        parameter, optimizer = sgd(0.0)
+        scaler = DistributedGradScaler("cpu", policy="none")
+        for value in (4.0, 8.0):
+            parameter.grad = torch.tensor([value])
+            scaler.step(optimizer)
+            version = parameter.grad._version
+            scaler.update()
+            assert parameter.grad._version == version
+        assert parameter.item() == -12.0
+
     def test_growth_step_of_plain_sgd(self) -> None:
         # C27: -1, -1, -1; a trainer that updates the scale first takes -1, -1, -0.5.
         parameter, optimizer = sgd(0.0)
