@@ -45,7 +45,7 @@ class World:
     backoff_factor: float = 0.5
     growth_interval: int = 3
     hysteresis: int = 1
-    min_scale: float = 2.0**-4
+    min_scale: float = 2.0**-6
     max_scale: float = 2.0**40
     max_norm: float | None = None
     max_consecutive_skips: int | None = None

@@ -57,12 +57,12 @@ def random_world(rng: Random) -> World:
         optimizers,
         tuple(tensors),
         policy=policy,
-        init_scale=rng.choice([2.0**16, 2.0**10, 1.0, 2.0**30]),
+        init_scale=rng.choice([2.0**16, 2.0**10, 1.0, 2.0**30, 2.0**-6]),
         growth_factor=rng.choice([2.0, 4.0]),
         backoff_factor=rng.choice([0.5, 0.25]),
         growth_interval=rng.choice([1, 2, 4]),
         hysteresis=rng.choice([1, 1, 2, 3]),
-        min_scale=rng.choice([2.0**-4, 1.0]),
+        min_scale=2.0**-6,
         max_scale=rng.choice([2.0**40, 2.0**30]),
         max_norm=rng.choice([None, None, math.inf, 1.0, 16.0]),
         max_consecutive_skips=rng.choice([None, 2, 4]),
@@ -83,7 +83,7 @@ def random_backward(rng: Random, world: World, tensors: Sequence[TensorSpec], id
     filled = [key for key, values in grads.items() if values]
     if fault < 0.3 and filled:
         for key in rng.sample(filled, min(len(filled), rng.choice([1, 1, 2]))):
-            bad = rng.choice([math.inf, -math.inf, math.nan, 2.0**14, 2.0**120])
+            bad = rng.choice([math.inf, -math.inf, math.nan, 2.0**14, 2.0**18, 2.0**120])
             if world.max_norm is not None and math.isfinite(bad):
                 bad = math.inf  # keeps every sum of squares exact
             place = rng.randrange(len(grads[key]))
