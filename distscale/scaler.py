@@ -59,7 +59,8 @@ class DistributedGradScaler(ScaleKeeper):
         process_group: the ranks that share one decision, a group or a mesh; default: all ranks of the job.
         reducer: talks to the other ranks in another way than ``torch.distributed``; excludes ``process_group``.
         names: names the tensors in reports: the model, or its ``named_parameters()``. Without it, reports give the
-            optimizer, group and position.
+            optimizer, group and position. Plain tensors of one name count as replicas of one gradient in the norm, so
+            ranks that hold *different* plain tensors, such as pipeline stages, must name them apart.
         on_step: called with the :class:`StepReport` of every step, once it has arrived on the host.
         min_scale: floor of dynamic scaling.
         max_scale: cap of dynamic scaling.
@@ -117,9 +118,10 @@ class DistributedGradScaler(ScaleKeeper):
     def scale(self, outputs: Any) -> Any:
         """Multiplies a loss, or every tensor of an iterable, by the scale.
 
-        The product is formed and returned in fp32 (fp64 for fp64), so that an fp16 loss cannot overflow. A loss that is
-        not finite is noticed here, on the device; all ranks then skip the step, and the scale stays as it is, since no
-        scale can help. Collective: no. Syncs host: no.
+        The product is formed and returned in fp32 (fp64 for fp64), so that an fp16 loss cannot overflow. (Its gradient,
+        which is the scale, can: autograd casts it to the dtype of the loss, and 65536 is inf in fp16. Compute the loss in
+        fp32.) A loss that is not finite is noticed here, on the device; all ranks then skip the step, and the scale stays
+        as it is, since no scale can help. Collective: no. Syncs host: no.
         """
         if not self._enabled:
             return outputs
