@@ -118,10 +118,12 @@ class DistributedGradScaler(ScaleKeeper):
     def scale(self, outputs: Any) -> Any:
         """Multiplies a loss, or every tensor of an iterable, by the scale.
 
-        The product is formed and returned in fp32 (fp64 for fp64), so that an fp16 loss cannot overflow. (Its gradient,
-        which is the scale, can: autograd casts it to the dtype of the loss, and 65536 is inf in fp16. Compute the loss in
-        fp32.) A loss that is not finite is noticed here, on the device; all ranks then skip the step, and the scale stays
-        as it is, since no scale can help. Collective: no. Syncs host: no.
+        The product is formed and returned in fp32 (fp64 for fp64), so that an fp16 loss cannot overflow. Its gradient,
+        which is the scale, can: autograd casts it to the dtype of the loss, and 65536 is inf in fp16. So compute the
+        loss in fp32.
+
+        A loss that is not finite is noticed here, on the device; all ranks then skip the step, and the scale stays as
+        it is, since no scale can help. Collective: no. Syncs host: no.
         """
         if not self._enabled:
             return outputs
