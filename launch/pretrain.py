@@ -18,6 +18,7 @@ from cluster import Cluster, default_num_ranks
 from data import Text, load_text
 from distscale import ConfigError, DistScaleError, ProtocolError
 from distscale.config import Config, changed_keys, load_config
+from lock import RunLock
 
 USAGE_ERROR = 2
 # How torch's backends word it when a rank is gone; they raise plain RuntimeErrors.
@@ -71,11 +72,15 @@ def main(arguments: Sequence[str]) -> int:
     is_speaker = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config, text = check(options)
+        # Tried before torchrun starts, so that the mistake is told once, and held by rank 0 to the end.
+        lock = RunLock(config.folder) if options.check or os.environ.get("RANK", "0") == "0" else None
     except ConfigError as error:
         if is_speaker:
             print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     if options.check:
+        if lock:
+            lock.release()
         print(default_num_ranks())
         return 0
     # Takes seconds, and a mistaken call need not wait for it.

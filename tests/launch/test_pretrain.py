@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 import pretrain
 from checkpoints import checkpoints_of, move_aside
+from distscale import ConfigError
+from lock import RunLock
 
 ROOT = Path(__file__).parents[2]
 WRAPPER = [str(ROOT / "launch" / "torchrun.sh")]
@@ -275,6 +277,11 @@ def test_a_second_signal_ends_a_run_that_cannot_stop(start: Any, folder: Path) -
     ranks = workers(program.process.pid)
     for pid in ranks.values():
         os.kill(pid, signal.SIGSTOP)
+    # A second run of the name leaves the first alone.
+    second = start([*WRAPPER, "tiny.toml"], folder)
+    assert second.end() == 2
+    assert second.output.startswith("error: the run runs/tiny is in progress in another process; ")
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["tiny", "tiny.lock"]
     program.process.send_signal(signal.SIGINT)
     program.wait_for("stopping")
     program.process.send_signal(signal.SIGINT)
@@ -352,6 +359,26 @@ def test_a_checkpoint_of_another_shape_is_refused(
     monkeypatch.chdir(finished[0].parents[1])
     assert pretrain.main(["tiny.toml", "--resume", "--set", "model.width=64"]) == 2
     assert "model.width was 32 and is 64 now" in capsys.readouterr().err
+
+
+def test_a_run_in_progress_is_left_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    lock = RunLock(Path("runs/tiny"))
+    for more in ([], ["--check"]):
+        assert pretrain.main(["tiny.toml", *more]) == 2
+        assert "the run runs/tiny is in progress in another process" in capsys.readouterr().err
+    lock.release()
+    assert pretrain.main(["tiny.toml", "--check"]) == 0
+    # The check has not kept it.
+    RunLock(Path("runs/tiny")).release()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write .*file/run\.lock: .*; choose another folder in run\.out"):
+        RunLock(tmp_path / "file" / "run")
 
 
 def test_an_earlier_run_is_moved_aside_and_never_removed(tmp_path: Path) -> None:
