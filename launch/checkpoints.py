@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -10,21 +12,38 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["checkpoints_of", "load_checkpoint", "move_aside", "save_checkpoint"]
+__all__ = ["checkpoints_of", "damage", "load_checkpoint", "move_aside", "save_checkpoint"]
 
-_COMPLETE = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"step_(\d+)")
+_MANIFEST = "manifest.json"
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
-    """Returns the complete checkpoints of a run by step, oldest first."""
+    """Returns the checkpoints of a run by step, oldest first, whole or damaged."""
     found = {}
     for path in (folder / "checkpoints").glob("step_*"):
-        name = _COMPLETE.fullmatch(path.name)
-        # The metadata is what torch writes last, once all ranks have written their parts.
-        if name and (path / ".metadata").is_file():
+        if name := _NAME.fullmatch(path.name):
             found[int(name[1])] = path
     return dict(sorted(found.items()))
+
+
+def damage(path: Path) -> str | None:
+    """Says which file of a checkpoint is missing or has another size than when it was written; None if it is whole."""
+    try:
+        sizes = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        for name, size in sizes.items():
+            found = (path / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} of {size} bytes"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"{Path(error.filename).name} cannot be read: {error.strerror}"
+    except (ValueError, AttributeError):
+        return f"{_MANIFEST} is no list of files"
+    return None
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
@@ -38,17 +57,29 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
     dcp.save(state, checkpoint_id=aside)
 
     def publish() -> None:
+        # Last, so that it stands for the other files, which torch has brought to the disk already.
+        sizes = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
+        with (aside / _MANIFEST).open("w", encoding="utf-8") as manifest:
+            json.dump(sizes, manifest, indent=2)
+            manifest.flush()
+            os.fsync(manifest.fileno())
+        _sync_folder(aside)
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
-        for old in list(checkpoints_of(folder).values())[:-keep]:
+        _sync_folder(final.parent)
+        whole = [path for path in checkpoints_of(folder).values() if not damage(path)]
+        for old in whole[:-keep]:
             shutil.rmtree(old)
 
     _on_rank_0(publish)
 
 
 def load_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Fills ``state``, whose tensors say what this rank holds, in place. Collective: yes."""
-    dcp.load(state, checkpoint_id=path)
+    """Fills ``state``, whose tensors say what this rank holds, in place. Collective: yes. Raises: OSError."""
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except CheckpointException as error:
+        raise OSError(f"the checkpoint {path} cannot be read; remove it to resume from an older one: {error}") from None
 
 
 def move_aside(folder: Path) -> Path | None:
@@ -59,6 +90,15 @@ def move_aside(folder: Path) -> Path | None:
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     return folder.rename(aside)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Brings the names in ``folder`` to the disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _on_rank_0(action: Callable[[], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,8 @@ class Text:
     """Every token is below it."""
     entropy: float
     """Unigram entropy of the whole text in nats: the loss of the best model that ignores context."""
+    checksum: int
+    """CRC-32 of the tokens, by which a resumed run knows its text."""
 
 
 def load_text(config: Config) -> Text:
@@ -53,7 +56,7 @@ def load_text(config: Config) -> Text:
             )
     vocabulary = NUM_BYTES if tokens.dtype == np.uint8 else max(NUM_BYTES, int(tokens.max()) + 1)
     cut = len(tokens) - num_validation
-    return Text(source, tokens[:cut], tokens[cut:], vocabulary, unigram_entropy(tokens))
+    return Text(source, tokens[:cut], tokens[cut:], vocabulary, unigram_entropy(tokens), zlib.crc32(tokens))
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:

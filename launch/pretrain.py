@@ -13,12 +13,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from checkpoints import checkpoints_of
 from cluster import Cluster, default_num_ranks
 from data import Text, load_text
 from distscale import ConfigError, DistScaleError, ProtocolError
-from distscale.config import Config, changed_keys, load_config
+from distscale.config import Config, load_config
 from lock import RunLock
+from resume import ResumePoint, resume_point
 
 USAGE_ERROR = 2
 # How torch's backends word it when a rank is gone; they raise plain RuntimeErrors.
@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def check(options: argparse.Namespace) -> tuple[Config, Text]:
+def check(options: argparse.Namespace) -> tuple[Config, Text, ResumePoint | None]:
     """Finds every mistake that can be found without the other ranks.
 
     Raises:
@@ -52,18 +52,7 @@ def check(options: argparse.Namespace) -> tuple[Config, Text]:
     """
     config = load_config(options.config, options.set)
     text = load_text(config)
-    if options.resume:
-        if not checkpoints_of(config.folder):
-            raise ConfigError(
-                f"--resume: there is no checkpoint in {config.folder}; leave --resume out to start afresh"
-            )
-        saved = load_config(config.folder / "config.toml")
-        for key, (old, new) in changed_keys(saved, config).items():
-            if key.startswith("model."):
-                raise ConfigError(
-                    f"--resume: {key} was {old} and is {new} now, so the checkpoint does not fit; set it back"
-                )
-    return config, text
+    return config, text, resume_point(config, text, options.compare) if options.resume else None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     is_speaker = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        config, text = check(options)
+        config, text, resumed = check(options)
         # Tried before torchrun starts, so that the mistake is told once, and held by rank 0 to the end.
         lock = RunLock(config.folder) if options.check or os.environ.get("RANK", "0") == "0" else None
     except ConfigError as error:
@@ -87,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     from session import Session
 
     cluster = Cluster.from_environment()
-    session = Session(options, config, text, cluster)
+    session = Session(options, config, text, resumed, cluster)
     try:
         code = session.run()
         cluster.disconnect()

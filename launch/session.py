@@ -12,12 +12,13 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from checkpoints import checkpoints_of, move_aside
+from checkpoints import move_aside
 from cluster import STOP_FILE_VARIABLE, Cluster, StopRequest
 from data import Text
 from display import Display
 from distscale import JsonlRecord, ScaleExhaustedError
-from distscale.config import Config, PrecisionSection, ScalerSection, changed_keys, dump_config, load_config
+from distscale.config import Config, PrecisionSection, ScalerSection, dump_config
+from resume import ResumePoint, describe
 from summary import mean_last_loss, read_record, show, summarize, to_json
 from trainer import Trainer
 
@@ -34,13 +35,17 @@ class Session:
         options: of the command line: config, resume, compare, set.
         config: checked.
         text: equal on all ranks.
+        resumed: where an earlier run goes on, or None for a new one.
         cluster: not yet connected.
     """
 
-    def __init__(self, options: argparse.Namespace, config: Config, text: Text, cluster: Cluster) -> None:
+    def __init__(
+        self, options: argparse.Namespace, config: Config, text: Text, resumed: ResumePoint | None, cluster: Cluster
+    ) -> None:
         self.options = options
         self.config = config
         self.text = text
+        self.resumed = resumed
         self.cluster = cluster
         self.step = 0
         # Away from a terminal the lines go to a log, which has no width.
@@ -55,8 +60,8 @@ class Session:
         folder = self.config.folder
         self._prepare(folder)
         trainer = Trainer(self.config, self.text, self.cluster)
-        if self.options.resume:
-            trainer.load(list(checkpoints_of(folder).values())[-1])
+        if self.resumed:
+            trainer.load(self.resumed.path)
             self._say(f"resumed {folder} at step {trainer.step}")
         if not self._train(trainer, folder, self.config.run.name):
             done, steps = trainer.step, self.config.run.steps
@@ -146,12 +151,14 @@ class Session:
     def _prepare(self, folder: Path) -> None:
         """Makes the folder of the run; an earlier run there is moved, never removed. Collective: yes."""
         if self.console:
-            if not self.options.resume and (aside := move_aside(folder)):
+            if not self.resumed and (aside := move_aside(folder)):
                 self._say(f"the earlier run {folder} is now {aside}")
             folder.mkdir(parents=True, exist_ok=True)
-            if self.options.resume:
-                for key, (old, new) in changed_keys(load_config(folder / "config.toml"), self.config).items():
-                    self._say(f"note: {key} was {old} and is {new} from here on")
+            for note in self.resumed.notes if self.resumed else ():
+                self._say(note)
+            # The verdict on fewer steps would outlive them.
+            (folder / "summary.json").unlink(missing_ok=True)
+            (folder / "text.json").write_text(describe(self.text), encoding="utf-8")
             (folder / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
             if self.cluster.device.type == "cpu":
                 self._say(f"{self.cluster.world_size} ranks on the CPU, gloo")

@@ -8,6 +8,7 @@ import math
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +23,12 @@ import pytest
 import torch.distributed as dist
 
 import pretrain
-from checkpoints import checkpoints_of, move_aside
+from checkpoints import checkpoints_of, damage, move_aside
+from data import load_text
 from distscale import ConfigError
+from distscale.config import load_config
 from lock import RunLock
+from resume import resume_point
 
 ROOT = Path(__file__).parents[2]
 WRAPPER = [str(ROOT / "launch" / "torchrun.sh")]
@@ -353,12 +357,77 @@ def test_errors_of_the_user_are_one_sentence_and_exit_code_2(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_checkpoint_of_another_shape_is_refused(
-    finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["model.width=64"], "model.width was 32 and is 64 now"),
+        (["scaler.growth_interval=5", "run.steps=90"], "scaler.growth_interval was 20 and is 5 now"),
+        (["train.lr=1e-3"], "train.lr was 0.01 and is 0.001 now"),
+        (["run.steps=79"], "run.steps = 79, but 80 steps are done; nothing left to train"),
+        (["train.log_every=2"], "all 80 steps are done, nothing left to train"),
+        (["data.path=other.txt", "run.steps=90"], "the text of other.txt is not the one"),
+    ],
+)
+def test_a_change_that_makes_another_run_is_refused(
+    finished: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
 ) -> None:
-    monkeypatch.chdir(finished[0].parents[1])
-    assert pretrain.main(["tiny.toml", "--resume", "--set", "model.width=64"]) == 2
-    assert "model.width was 32 and is 64 now" in capsys.readouterr().err
+    folder = finished[0].parents[1]
+    monkeypatch.chdir(folder)
+    (folder / "other.txt").write_bytes(SENTENCE * 99 + SENTENCE[::-1])
+    before = (finished[0] / "config.toml").read_bytes()
+    assert pretrain.main(["tiny.toml", "--resume", *(f"--set={argument}" for argument in arguments)]) == 2
+    assert sentence in capsys.readouterr().err
+    assert (finished[0] / "config.toml").read_bytes() == before
+
+
+def test_what_does_not_change_the_run_may_change(
+    finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = prepare(tmp_path)
+    shutil.copytree(finished[0], folder / "runs" / "tiny")
+    (folder / "same.txt").write_bytes(SENTENCE * 100)
+    monkeypatch.chdir(folder)
+    config = load_config("tiny.toml", ["run.steps=90", "train.keep=5", "data.path=same.txt"])
+    point = resume_point(config, load_text(config), False)
+    assert point.step == NUM_STEPS
+    assert point.notes == (
+        "note: run.steps was 80 and is 90 from here on, and the learning rate follows the new length",
+        "note: data.path was text.txt and is same.txt from here on",
+        "note: train.keep was 2 and is 5 from here on",
+    )
+    # Of two checkpoints, the newest is damaged, then both are.
+    newest, older = point.path, point.path.with_name("step_75")
+    part = newest / "__1_0.distcp"
+    part.write_bytes(part.read_bytes()[:100])
+    assert "__1_0.distcp has 100 of" in str(damage(newest))
+    assert damage(older) is None
+    fallback = resume_point(config, load_text(config), False)
+    assert (fallback.path, fallback.step) == (older, 75)
+    assert fallback.notes[0].startswith(f"the checkpoint {newest} is damaged (__1_0.distcp has 100 of ")
+    (older / "__0_0.distcp").unlink()
+    assert pretrain.main(["tiny.toml", "--resume"]) == 2
+    printed = capsys.readouterr().err
+    assert "__0_0.distcp is missing" in printed
+    assert "no other is left; leave --resume out to start afresh" in printed
+
+
+def test_the_settings_that_a_run_keeps_are_named_if_they_are_gone(
+    finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = prepare(tmp_path)
+    shutil.copytree(finished[0], folder / "runs" / "tiny")
+    monkeypatch.chdir(folder)
+    settings = folder / "runs" / "tiny" / "config.toml"
+    settings.write_bytes(b"")
+    assert pretrain.main(["tiny.toml", "--resume"]) == 2
+    assert "the run itself keeps in runs/tiny/config.toml cannot be used" in capsys.readouterr().err
+    settings.unlink()
+    assert pretrain.main(["tiny.toml", "--resume"]) == 2
+    assert "the run itself keeps in runs/tiny/config.toml cannot be used" in capsys.readouterr().err
 
 
 def test_a_run_in_progress_is_left_alone(
@@ -393,9 +462,13 @@ def test_an_earlier_run_is_moved_aside_and_never_removed(tmp_path: Path) -> None
     assert move_aside(run) is None
 
 
-def test_only_complete_checkpoints_are_seen(tmp_path: Path) -> None:
+def test_checkpoints_are_seen_by_name_and_whole_with_their_manifest(tmp_path: Path) -> None:
     for name in ("step_9", "step_10", "step_11", "partial_12", "step_x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        if name != "step_11":
-            (tmp_path / "checkpoints" / name / ".metadata").touch()
-    assert list(checkpoints_of(tmp_path)) == [9, 10]
+    found = checkpoints_of(tmp_path)
+    assert list(found) == [9, 10, 11]
+    (found[9] / "manifest.json").write_text('{"part": 3}')
+    (found[9] / "part").write_text("abc")
+    (found[10] / "manifest.json").write_text("{")
+    expected = [None, "manifest.json is no list of files", "manifest.json is missing"]
+    assert [damage(path) for path in found.values()] == expected

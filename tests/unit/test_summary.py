@@ -18,7 +18,7 @@ from summary import show, summarize, to_json
 from trainer import learning_rate
 
 CONFIG = Config.model_validate({"run": {"name": "test"}})
-TEXT = Text("somewhere", np.zeros(9, np.uint8), np.zeros(9, np.uint8), vocabulary=256, entropy=3.0)
+TEXT = Text("somewhere", np.zeros(9, np.uint8), np.zeros(9, np.uint8), vocabulary=256, entropy=3.0, checksum=0)
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
