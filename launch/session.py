@@ -19,7 +19,7 @@ from display import Display
 from distscale import JsonlRecord, ScaleExhaustedError
 from distscale.config import Config, PrecisionSection, ScalerSection, dump_config
 from resume import ResumePoint, describe
-from summary import mean_last_loss, read_record, show, summarize, to_json
+from summary import mean_last_loss, missing_steps, read_record, show, summarize, to_json
 from trainer import Trainer
 
 __all__ = ["Session"]
@@ -156,6 +156,11 @@ class Session:
             folder.mkdir(parents=True, exist_ok=True)
             for note in self.resumed.notes if self.resumed else ():
                 self._say(note)
+            if self.resumed:
+                record = folder / "steps.jsonl"
+                JsonlRecord(record, self.resumed.step).close()
+                if missing := missing_steps(read_record(record), self.resumed.step):
+                    self._say(f"note: {record} lacks {len(missing)} of the steps so far, the first is {missing[0]}")
             # The verdict on fewer steps would outlive them.
             (folder / "summary.json").unlink(missing_ok=True)
             (folder / "text.json").write_text(describe(self.text), encoding="utf-8")

@@ -16,7 +16,7 @@ from display import power_of_two
 from distscale.config import Config
 from distscale.profile import FORMATS, LossCounts
 
-__all__ = ["mean_last_loss", "read_record", "show", "summarize", "to_json"]
+__all__ = ["mean_last_loss", "missing_steps", "read_record", "show", "summarize", "to_json"]
 
 # A single batch is noisy; the training loss of a run is the mean of its last batches.
 NUM_LAST_LOSSES = 20
@@ -51,7 +51,8 @@ def summarize(
         for row in rows
         if row["skipped"]
     ]
-    time_s = sum(row["time_s"] for row in rows)
+    # A step without a line cannot be vouched for; without any line there is nothing to show, either.
+    time_s = sum(row["time_s"] for row in rows) or math.nan
     summary = {
         "name": config.run.name,
         "finished": True,
@@ -60,12 +61,13 @@ def summarize(
         "applied_steps": len(rows) - len(skips),
         "num_skips": len(skips),
         "skips": skips,
-        "scale": rows[-1]["next_scale"],
+        "missing_steps": missing_steps(rows, config.run.steps),
+        "scale": rows[-1]["next_scale"] if rows else math.nan,
         "train_loss": mean_last_loss(rows),
         "validation_loss": validation_loss,
         "unigram_entropy": text.entropy,
         "comparison": comparison,
-        "step_time_s": time_s / len(rows),
+        "step_time_s": time_s / max(1, len(rows)),
         "scaler_share": sum(row["scaler_s"] for row in rows) / time_s,
         "exchange_share": sum(row["exchange_s"] for row in rows) / time_s,
         "gradients": _gradient_shares(rows),
@@ -92,7 +94,12 @@ def mean_last_loss(rows: Sequence[Mapping[str, Any]]) -> float:
     """Returns the mean training loss of the last steps of a record, in nats a token."""
     # The record holds losses that are not finite as strings, as JSON has no numbers for them.
     last = [float(row["loss"]) for row in rows[-NUM_LAST_LOSSES:]]
-    return sum(last) / len(last)
+    return sum(last) / len(last) if last else math.nan
+
+
+def missing_steps(rows: Sequence[Mapping[str, Any]], num_steps: int) -> list[int]:
+    """Returns the steps below ``num_steps`` that have no line."""
+    return sorted(set(range(num_steps)) - {row["step"] for row in rows})
 
 
 def show(console: Console, summary: Mapping[str, Any]) -> None:
@@ -110,7 +117,12 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[bool, str]:
     loss, entropy = summary["validation_loss"], summary["unigram_entropy"]
     learned = math.isfinite(loss) and loss < entropy
     unexplained = [skip["step"] for skip in summary["skips"] if skip["culprit"] is None and skip["vetoed_by"] is None]
+    missing = summary["missing_steps"]
     findings = [
+        (
+            not missing,
+            f"the record steps.jsonl lacks {len(missing)} steps, the first is {missing[0]}" if missing else "",
+        ),
         (
             learned,
             f"validation loss {loss:.3f} {'<' if learned else 'is not below'} unigram entropy {entropy:.3f} nats",
@@ -124,7 +136,7 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[bool, str]:
         (summary["ranks_agree"], "ranks agree" if summary["ranks_agree"] else "RANKS DIFFER"),
     ]
     passed = all(holds for holds, _ in findings)
-    sentences = [sentence for holds, sentence in findings if passed or not holds]
+    sentences = [sentence for holds, sentence in findings if sentence and (passed or not holds)]
     return passed, ("PASS: " if passed else "FAIL: ") + "; ".join(sentences)
 
 

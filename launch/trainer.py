@@ -163,7 +163,9 @@ class Trainer:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
-        self.step, self.applied = state["progress"]["step"], state["progress"]["applied"]
+        progress = state["progress"]
+        self.step, self.applied = progress["step"], progress["applied"]
+        self._profile_is_due = progress["profile_is_due"]
 
     def fingerprint(self) -> tuple[Any, ...]:
         """What must be equal on all ranks: with DDP, also the sum of each parameter. Collective: no."""
@@ -177,7 +179,7 @@ class Trainer:
             "model": model,
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
-            "progress": {"step": self.step, "applied": self.applied},
+            "progress": {"step": self.step, "applied": self.applied, "profile_is_due": self._profile_is_due},
         }
 
     def _profile(self) -> dict[str, dict[str, int]] | None:

@@ -17,7 +17,11 @@ from distscale.config import Config, TrainSection
 from summary import show, summarize, to_json
 from trainer import learning_rate
 
-CONFIG = Config.model_validate({"run": {"name": "test"}})
+
+def config(steps: int) -> Config:
+    return Config.model_validate({"run": {"name": "test", "steps": steps}, "train": {"warmup": 0}})
+
+
 TEXT = Text("somewhere", np.zeros(9, np.uint8), np.zeros(9, np.uint8), vocabulary=256, entropy=3.0, checksum=0)
 
 
@@ -32,7 +36,7 @@ def skipped(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_run_passes_if_it_learned_explains_its_skips_and_its_ranks_agree() -> None:
-    summary = summarize(CONFIG, TEXT, [skipped(0), row(1), row(2, loss=1.0)], 1.5, True, None)
+    summary = summarize(config(3), TEXT, [skipped(0), row(1), row(2, loss=1.0)], 1.5, True, None)
     assert summary["passed"]
     assert summary["verdict"] == (
         "PASS: validation loss 1.500 < unigram entropy 3.000 nats; 1 skip, explained; ranks agree"
@@ -55,15 +59,30 @@ def test_a_run_passes_if_it_learned_explains_its_skips_and_its_ranks_agree() -> 
 def test_a_run_fails_for_each_reason_alone(
     rows: list[dict[str, Any]], loss: float, ranks_agree: bool, sentence: str
 ) -> None:
-    summary = summarize(CONFIG, TEXT, rows, loss, ranks_agree, None)
+    summary = summarize(config(len(rows)), TEXT, rows, loss, ranks_agree, None)
     assert not summary["passed"]
     assert summary["verdict"] == sentence
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([row(0), row(3)], "FAIL: the record steps.jsonl lacks 2 steps, the first is 1"),
+        ([], "FAIL: the record steps.jsonl lacks 4 steps, the first is 0"),
+    ],
+)
+def test_steps_without_a_line_are_not_vouched_for(rows: list[dict[str, Any]], sentence: str) -> None:
+    summary = summarize(config(4), TEXT, rows, 1.0, True, None)
+    assert not summary["passed"]
+    assert summary["verdict"] == sentence
+    show(Console(file=io.StringIO()), summary)
+    assert json.loads(to_json(summary), parse_constant=pytest.fail)["steps"] == len(rows)
 
 
 def test_a_vetoed_step_is_explained_and_shown() -> None:
     comparison = {"FP32": {"validation_loss": 1.25, "train_loss": 1.0, "num_skips": 0}, "other": {"error": "ended"}}
     rows = [skipped(0, culprit=None, vetoed_by=3), row(1, loss="nan")]
-    summary = summarize(CONFIG, TEXT, rows, 1.5, True, comparison)
+    summary = summarize(config(len(rows)), TEXT, rows, 1.5, True, comparison)
     assert summary["passed"]
     saved = json.loads(to_json(summary), parse_constant=pytest.fail)
     assert saved["train_loss"] == "nan"
@@ -79,7 +98,7 @@ def test_shares_of_the_gradients_are_the_least_and_the_greatest() -> None:
         return {name: {"nonzero": 10, "lost": lost, "subnormal": 5} for name in ("fp16", "e5m2", "e4m3")}
 
     rows = [row(0, gradients=profile(1)), row(1), row(2, gradients=profile(3))]
-    gradients = summarize(CONFIG, TEXT, rows, 1.5, True, None)["gradients"]
+    gradients = summarize(config(len(rows)), TEXT, rows, 1.5, True, None)["gradients"]
     assert gradients["steps"] == [0, 2]
     assert gradients["fp16"] == {"lost": [0.1, 0.3], "subnormal": [0.5, 0.5]}
 
