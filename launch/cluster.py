@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Cluster", "StopRequest", "default_num_ranks"]
+__all__ = ["Cluster", "StopRequest", "default_num_ranks", "leave_last_words"]
 
 STOP_FILE_VARIABLE = "DISTSCALE_STOP_FILE"
+LAST_WORDS_VARIABLE = "DISTSCALE_LAST_WORDS"
 # torchrun may pass on a signal that the terminal has delivered already: that is one request, not two.
 SAME_REQUEST_S = 2.0
 
@@ -24,6 +25,13 @@ SAME_REQUEST_S = 2.0
 def default_num_ranks() -> int:
     """One rank a GPU; two on a machine without."""
     return torch.cuda.device_count() or 2
+
+
+def leave_last_words(sentence: str) -> None:
+    """Gives ``sentence`` to the wrapper, if there is one, which repeats it below torchrun's report of a failure."""
+    if path := os.environ.get(LAST_WORDS_VARIABLE):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(sentence + "\n")
 
 
 @dataclass(frozen=True)

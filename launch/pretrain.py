@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cluster import Cluster, default_num_ranks
+from cluster import Cluster, default_num_ranks, leave_last_words
 from data import Text, load_text
 from distscale import ConfigError, DistScaleError, ProtocolError
 from distscale.config import Config, load_config
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         if is_speaker:
             print(f"error: {error}", file=sys.stderr)
+            leave_last_words(f"error: {error}")
         return USAGE_ERROR
     if options.check:
         if lock:
@@ -86,7 +87,9 @@ def main(arguments: Sequence[str]) -> int:
         if not (is_known or is_lost):
             raise
         what = "" if is_known else "a peer died or did not answer in time. The backend said: "
-        print(f"error: rank {cluster.rank} at step {session.step}: {what}{error}", file=sys.stderr, flush=True)
+        sentence = f"error: rank {cluster.rank} at step {session.step}: {what}{error}"
+        print(sentence, file=sys.stderr, flush=True)
+        leave_last_words(sentence)
         # Without ending the process group, which would wait for the ranks that are gone.
         code = 1
     # Everything is written. Taking the interpreter down while torch's threads live aborts one run in twenty.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from checkpoints import move_aside
-from cluster import STOP_FILE_VARIABLE, Cluster, StopRequest
+from cluster import STOP_FILE_VARIABLE, Cluster, StopRequest, leave_last_words
 from data import Text
 from display import Display
 from distscale import JsonlRecord, ScaleExhaustedError
@@ -82,6 +82,8 @@ class Session:
             show(self.console, summary)
             self._say(f"results are in {folder}")
             passed = [summary["passed"]]
+            if not summary["passed"]:
+                leave_last_words(summary["verdict"])
         dist.broadcast_object_list(passed)
         return 0 if passed[0] else 1
 

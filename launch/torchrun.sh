@@ -39,20 +39,29 @@ trap finish EXIT
 # Stopping this script alone would leave a terminal that nobody reads.
 [[ -n $owner ]] && trap '' TSTP
 
-# A mistake in the call is told once, before torchrun can add a report of its own to it.
-ranks=$(python "$launch/pretrain.py" --check "$@") || exit $?
+folder=$(mktemp -d)
+give_up() {
+    { kill -KILL $(jobs -p); wait; } 2>/dev/null
+    echo "stopped before anything was started" >&2
+    exit 0
+}
+trap give_up INT TERM HUP
+
+# A mistake in the call is told once, before torchrun can add a report of its own to it. With job control the check
+# gets a process group of its own, out of reach of the terminal's Ctrl-C.
+set -m
+python "$launch/pretrain.py" --check "$@" >"$folder/ranks" &
+set +m
+wait $! || exit $?
+ranks=$(<"$folder/ranks")
 # --help was asked for, and given.
 [[ $ranks =~ ^[0-9]+$ ]] || { echo "$ranks"; exit 0; }
 
-folder=$(mktemp -d)
-export DISTSCALE_STOP_FILE="$folder/stop" DISTSCALE_LAUNCHER="$0" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export DISTSCALE_STOP_FILE="$folder/stop" DISTSCALE_LAST_WORDS="$folder/last_words" DISTSCALE_LAUNCHER="$0"
+# A rank that hangs when the others have failed is not worth torchrun's half minute.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-5}"
 
-# With job control torchrun gets a process group of its own, out of reach of the terminal's Ctrl-C.
-set -m
-torchrun --standalone --nproc-per-node "${NPROC:-$ranks}" "$launch/pretrain.py" "$@" &
-agent=$!
-set +m
-
+agent=
 stop() {
     if [[ ! -e $DISTSCALE_STOP_FILE ]]; then
         touch "$DISTSCALE_STOP_FILE"
@@ -61,13 +70,19 @@ stop() {
     fi
     echo "ending at once" >&2
     local worker
-    # torchrun gives its workers half a minute on SIGTERM; these are not to have it.
+    # torchrun gives its workers time on SIGTERM; these are not to have it.
     for worker in $(cat /proc/"$agent"/task/*/children 2>/dev/null); do
         kill -KILL "$worker" 2>/dev/null
     done
     kill -TERM "$agent" 2>/dev/null
 }
 trap stop INT TERM HUP
+
+# With job control torchrun gets a process group of its own, out of reach of the terminal's Ctrl-C.
+set -m
+torchrun --standalone --nproc-per-node "${NPROC:-$ranks}" "$launch/pretrain.py" "$@" &
+agent=$!
+set +m
 
 # A trapped signal ends the wait, not the run; once the run has ended, wait tells its exit code again.
 wait "$agent"
@@ -76,4 +91,6 @@ while kill -0 "$agent" 2>/dev/null; do
     wait "$agent"
     code=$?
 done
+# torchrun's report of the failure comes last otherwise.
+[[ $code != 0 && -s $DISTSCALE_LAST_WORDS ]] && cat "$DISTSCALE_LAST_WORDS" >&2
 exit "$code"

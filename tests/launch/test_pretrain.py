@@ -308,15 +308,29 @@ def test_a_killed_rank_ends_the_others_with_a_clear_error(start: Any, folder: Pa
 
 def test_a_rank_that_does_not_answer_ends_the_others_within_the_timeout(start: Any, folder: Path) -> None:
     options = ["--set", "run.steps=100000", "--set", "parallel.timeout_s=3", "--set", "scaler.policy=static"]
-    program = start([*TORCHRUN, "tiny.toml", *options, "--set", "scaler.init_scale=1024"], folder)
+    program = start([*WRAPPER, "tiny.toml", *options, "--set", "scaler.init_scale=1024"], folder)
     program.wait_for("step 12/")
     silent = workers(program.process.pid)[1]
     os.kill(silent, signal.SIGSTOP)
     line = program.wait_for(r"error: rank 0 at step \d+: ")
     assert "peer" in line
-    # torchrun would wait half a minute for a stopped process.
-    os.kill(silent, signal.SIGKILL)
+    # torchrun is told not to wait half a minute for a stopped process.
+    assert b"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5\0" in Path(f"/proc/{silent}/environ").read_bytes()
     assert program.end() == 1
+    assert program.lines[-1] == line
+
+
+def test_a_signal_before_the_start_ends_the_wrapper_well(start: Any, folder: Path) -> None:
+    # The config is a pipe that nobody writes to, so the check lasts until the signal.
+    os.mkfifo(folder / "pipe.toml")
+    program = start([*WRAPPER, "pipe.toml"], folder)
+    # Opening it for writing returns when the check has opened it for reading.
+    with (folder / "pipe.toml").open("w"):
+        checker = descendants(program.process.pid)
+        program.process.send_signal(signal.SIGTERM)
+        assert program.end() == 0
+    assert program.output == "stopped before anything was started\n"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in checker)
 
 
 def test_an_error_of_the_user_reaches_the_exit_code_of_the_wrapper(start: Any, folder: Path) -> None:
@@ -432,7 +446,8 @@ def test_an_older_checkpoint_and_a_record_with_a_hole_are_told(
     assert "lacks 2 of the steps so far, the first is 10" in program.output
     assert "resumed runs/tiny at step 75" in program.output
     assert [row["step"] for row in record(run)] == [*range(10), *range(12, NUM_STEPS)]
-    assert "FAIL: the record steps.jsonl lacks 2 steps, the first is 10" in program.output
+    # Below whatever torchrun reports.
+    assert program.lines[-1] == "FAIL: the record steps.jsonl lacks 2 steps, the first is 10\n"
 
 
 def test_the_settings_that_a_run_keeps_are_named_if_they_are_gone(
