@@ -25,7 +25,8 @@ except ModuleNotFoundError as missing:
 
 __all__ = ["Config", "changed_keys", "dump_config", "flatten", "load_config"]
 
-Count = Annotated[int, Field(ge=1)]
+# Counts are int32 on the device.
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Scale = Annotated[float, Field(ge=MIN_SCALE, le=MAX_SCALE, allow_inf_nan=False)]
 DType = Literal["fp16", "bf16", "fp32"]
@@ -46,7 +47,7 @@ class RunSection(Section):
     """Folder that holds all runs."""
     steps: Count = 400
     """Steps to attempt, in all, restarts included; a skipped step counts."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Of the initial weights and of the order of the data."""
 
 
@@ -81,7 +82,7 @@ class DataSection(Section):
 class TrainSection(Section):
     """Optimization."""
 
-    batch: Count = 8
+    batch: int = Field(default=8, ge=1, le=2**20)
     """Sequences a rank and micro-batch."""
     accumulation: Count = 1
     """Micro-batches a step."""
@@ -120,7 +121,7 @@ class ParallelSection(Section):
 
     layout: Literal["fsdp2", "ddp"] = "fsdp2"
     """Sharded parameters, gradients and optimizer (fsdp2), or a copy on each rank (ddp)."""
-    timeout_s: Positive = 120.0
+    timeout_s: float = Field(default=120.0, ge=1, le=7 * 24 * 3600)
     """Seconds after which a peer that does not answer is taken for dead."""
 
 

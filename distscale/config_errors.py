@@ -24,6 +24,12 @@ def sentence(error: Mapping[str, Any], valid: ValidKeys) -> str:
         near = nearest_key(key, valid)
         known = valid[key.partition(".")[0]] if kind == "key" else valid
         return f"there is no {kind} {key}; " + (f"did you mean {near}?" if near else f"there are {', '.join(known)}")
+    if error["type"] == "string_pattern_mismatch":
+        return (
+            f"{key} = {error['input']!r} cannot be used: write letters, digits, '.', '_' and '-', not '.' or '-' first"
+        )
+    if error["type"] == "missing" and isinstance(error["loc"][-1], int):
+        return f"{key.rpartition('.')[0]} = {error['input']!r} has too few values; add number {error['loc'][-1] + 1}"
     if error["type"] == "missing":
         return f"{key} is missing; add it"
     if error["type"] == "value_error":

@@ -99,6 +99,12 @@ def test_a_whole_number_is_a_float_but_a_fraction_is_no_count(write: Write) -> N
         ("[model]\nsequence = 1\n", r"model\.sequence = 1 cannot be used: it should be greater than or equal to 2"),
         ("[train]\nwarmup = 401\n", r"train\.warmup = 401 is longer than run\.steps = 400"),
         ("[parallel]\ntimeout_s = 0\n", r"parallel\.timeout_s = 0 cannot be used"),
+        ("[parallel]\ntimeout_s = 1e-9\n", r"parallel\.timeout_s = 1e-09 cannot be used: it should be greater"),
+        ("[parallel]\ntimeout_s = 1e18\n", r"parallel\.timeout_s = 1e\+18 cannot be used: it should be less"),
+        ("[scaler]\nhysteresis = 99999999999\n", r"scaler\.hysteresis = 99999999999 cannot be used: it should be less"),
+        ("[train]\nbatch = 99999999999999\n", r"train\.batch = 99999999999999 cannot be used: it should be less"),
+        ("seed = 99999999999999999999\n", r"run\.seed = 9{20} cannot be used: it should be less"),
+        ("[train]\nbetas = [0.9]\n", r"train\.betas = \[0\.9\] has too few values; add number 2"),
         ("[parallel]\nlayout = 'fsdp3'\n", r"parallel\.layout = 'fsdp3' cannot be used.*'fsdp2' or 'ddp'"),
     ],
 )
@@ -115,7 +121,7 @@ def test_all_mistakes_are_named_at_once(write: Write) -> None:
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "../up", ".hidden", "a b"])
 def test_a_name_that_is_no_plain_folder_is_refused(write: Write, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"run\.name"):
+    with pytest.raises(ConfigError, match=r"run\.name = .* write letters, digits"):
         load_config(write("", name))
 
 
