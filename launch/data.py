@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import stat
 import sysconfig
 import zlib
 from dataclasses import dataclass
@@ -96,13 +98,22 @@ def _read_tokens(path: str) -> tuple[np.ndarray, str]:
         return _join(sorted(library.glob("*.py"))), f"the Python standard library ({library})"
     place = Path(path)
     source = str(place)
-    if not place.exists():
+    try:
+        mode = place.stat().st_mode
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise ConfigError(f"data.path = {path!r} cannot be read: {error.strerror}") from None
         raise ConfigError(
             f"data.path = {path!r} does not exist; give a text file, a folder of them or a .bin of uint16 "
             "tokens, or leave the key out to train on the Python standard library"
-        )
+        ) from None
+    # Reading a pipe or a device may never end.
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ConfigError(f"data.path = {path!r} is not a regular file or folder")
     if place.is_dir():
-        return _join(sorted(file for file in place.rglob("*") if file.is_file() and _is_shown(file, place))), source
+        return _join(
+            sorted(file for file in place.rglob("*") if file.is_file() and _is_shown(file, place)), place
+        ), source
     if place.suffix == ".bin":
         if place.stat().st_size % 2:
             raise ConfigError(f"{place} has an odd number of bytes, so it does not hold uint16 tokens")
@@ -116,12 +127,14 @@ def _is_shown(file: Path, folder: Path) -> bool:
     return not any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
-def _join(files: list[Path]) -> np.ndarray:
+def _join(files: list[Path], folder: Path | None = None) -> np.ndarray:
     """The bytes of all text files in order; a file with a zero byte is binary, by git's rule, so left out."""
     try:
         contents = [file.read_bytes() for file in files]
     except OSError as error:
         raise ConfigError(f"the text {error.filename} cannot be read: {error.strerror}") from None
+    if folder and files and all(b"\0" in content for content in contents):
+        raise ConfigError(f"the folder {folder} holds no text: all its files are binary, with zero bytes in them")
     if len(files) == 1 and b"\0" in contents[0]:
         raise ConfigError(f"{files[0]} is not a text: it has zero bytes; tokens belong in a .bin of uint16 numbers")
     return np.frombuffer(b"".join(content for content in contents if b"\0" not in content), np.uint8)

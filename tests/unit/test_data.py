@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,20 @@ def test_a_missing_path_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
         load_text(config_for(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="is empty"):
         load_text(config_for(tmp_path))
+
+
+def test_a_folder_of_binaries_holds_no_text(tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    with pytest.raises(ConfigError, match=r"the folder .* holds no text"):
+        load_text(config_for(tmp_path))
+
+
+def test_a_path_too_long_and_a_pipe_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        load_text(config_for("x" * 5000))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is not a regular file or folder"):
+        load_text(config_for(tmp_path / "pipe"))
 
 
 def test_a_validation_part_shorter_than_a_sequence_is_refused(alphabet: Path) -> None:
