@@ -45,6 +45,10 @@ def shard_of(param: Tensor) -> Shard | None:
             mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate()
         )
         grad = grad.to_local()
+    elif not grad.is_sparse and any(step == 0 < size - 1 for step, size in zip(grad.stride(), grad.shape, strict=True)):
+        # An expanded gradient: what is read once could not be written once.
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        param.grad = grad
     if grad.is_sparse:
         if not grad.is_coalesced():
             grad = grad.coalesce()

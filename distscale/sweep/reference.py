@@ -8,7 +8,7 @@ floating-point maximum it cannot lose a NaN, and it does not depend on the flush
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def amax_bits(shards: Sequence[Tensor]) -> Tensor:
         by_dtype[shard.dtype].append(index)
     maxima: list[Tensor] = [torch.empty(0)] * len(shards)
     for dtype, indices in by_dtype.items():
-        native = torch.stack([_native_amax_bits(shards[index]) for index in indices])
+        native = _native_amax_bits([shards[index] for index in indices], dtype)
         for index, bits in zip(indices, _as_float32_bits(native, dtype).unbind(), strict=True):
             maxima[index] = bits
     return torch.stack(maxima) if maxima else torch.empty(0, dtype=torch.int32)
@@ -70,13 +70,15 @@ def sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
 
     Collective: no. Syncs host: no.
     """
-    sums = [
-        torch.stack([torch.dot(wide, wide) for wide in (chunk.double() for chunk in _chunks(shard))]).sum()
-        if shard.numel()
-        else shard.new_zeros((), dtype=torch.float64)
-        for shard in shards
-    ]
-    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.float64)
+    if not shards:
+        return torch.empty(0, dtype=torch.float64)
+    scratch = _scratch(shards, torch.float64)
+    sums = scratch.new_zeros(len(shards))
+    for total, shard in zip(sums.unbind(), shards, strict=True):
+        for chunk in _chunks(shard):
+            wide = scratch[: chunk.numel()].copy_(chunk)
+            total += torch.dot(wide, wide)
+    return sums
 
 
 def scale_(shards: Sequence[Tensor], factor: Tensor) -> None:
@@ -88,20 +90,29 @@ def scale_(shards: Sequence[Tensor], factor: Tensor) -> None:
     for shard in shards:
         if shard.numel():
             by_kind[shard.device, shard.dtype].append(shard)
-    for (device, _), tensors in by_kind.items():
-        torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))
+    for (device, dtype), tensors in by_kind.items():
+        here = factor.to(device, non_blocking=True)
+        if dtype.itemsize > 1:
+            torch._foreach_mul_(tensors, here)
+        else:  # FP8 knows no arithmetic in torch
+            for tensor in tensors:
+                tensor.copy_(tensor.float() * here)
 
 
-def _native_amax_bits(shard: Tensor) -> Tensor:
-    """Largest absolute value as bits of the shard's own dtype: an integer of the same width, shape ()."""
-    integer = _SAME_WIDTH_INT.get(shard.dtype)
+def _native_amax_bits(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Largest absolute values as bits of the shards' own dtype: integers of the same width, shape (len(shards),)."""
+    integer = _SAME_WIDTH_INT.get(dtype)
     if integer is None:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SAME_WIDTH_INT)
-        raise TypeError(f"cannot check a gradient of dtype {shard.dtype}; supported are {supported}")
-    if shard.numel() == 0:
-        return torch.zeros((), dtype=integer, device=shard.device)
-    magnitude = torch.iinfo(integer).max
-    return torch.stack([(chunk.view(integer) & magnitude).max() for chunk in _chunks(shard)]).max()
+        raise TypeError(f"cannot check a gradient of dtype {dtype}; supported are {supported}")
+    scratch = _scratch(shards, integer)
+    maxima = scratch.new_zeros(len(shards))
+    for largest, shard in zip(maxima.unbind(), shards, strict=True):
+        for chunk in _chunks(shard):
+            magnitudes = scratch[: chunk.numel()]
+            torch.bitwise_and(chunk.view(integer), torch.iinfo(integer).max, out=magnitudes)
+            torch.maximum(largest, magnitudes.max(), out=largest)
+    return maxima
 
 
 def _as_float32_bits(native: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,12 +122,26 @@ def _as_float32_bits(native: Tensor, dtype: torch.dtype) -> Tensor:
     return values.float().view(torch.int32)
 
 
-def _chunks(shard: Tensor) -> Iterator[Tensor]:
-    return iter(torch.split(_flat(shard), _CPU_CHUNK if shard.device.type == "cpu" else _DEVICE_CHUNK))
+def _scratch(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """One chunk to work in, for all shards in turn; fresh ones would leave a gradient's size of pieces in the heap."""
+    device = shards[0].device
+    numel = max(shard.numel() for shard in shards)
+    return torch.empty(min(numel, _chunk_size(device)), dtype=dtype, device=device)
+
+
+def _chunk_size(device: torch.device) -> int:
+    return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+
+
+def _chunks(shard: Tensor) -> Sequence[Tensor]:
+    """The shard's values in storage order, in pieces; none if it is empty."""
+    flat = _flat(shard)
+    return torch.split(flat, _chunk_size(shard.device)) if flat.numel() else ()
 
 
 def _flat(shard: Tensor) -> Tensor:
     """All values in storage order, without a copy where the shard is dense in memory, whatever its strides."""
-    strides = shard.stride()
-    order = sorted(range(shard.ndim), key=lambda dim: -strides[dim])
-    return shard.detach().permute(order).reshape(-1)
+    if not shard.is_contiguous():
+        strides = shard.stride()
+        shard = shard.permute(sorted(range(shard.ndim), key=lambda dim: -strides[dim]))
+    return shard.detach().reshape(-1)
