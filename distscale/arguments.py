@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distscale.errors import ConfigError, ProtocolError
-from distscale.policy import DynamicScale, NoScaling, Policy, StaticScale, scale_bounds
+from distscale.policy import DynamicScale, NoScaling, Policy, StaticScale, is_number, scale_bounds
 
 __all__ = ["check_max_norm", "check_optimizers", "make_policy", "map_tensors", "read_scale"]
 
@@ -24,6 +25,9 @@ def make_policy(policy: Policy | str | None, rule: DynamicScale) -> Policy:
         return NoScaling()
     if isinstance(policy, str):
         raise ConfigError(f"policy={policy!r} is unknown; it must be 'dynamic', 'static', 'none' or a policy object")
+    given: object = policy
+    if isinstance(given, type) or not is_dataclass(given) or not hasattr(given, "next_state"):
+        raise ConfigError(f"policy={given!r} is neither a name nor a policy object, which is a frozen dataclass")
     if rule != DynamicScale():
         raise ConfigError(
             "give a policy object or init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale "
@@ -38,11 +42,13 @@ def check_optimizers(optimizers: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     for optimizer in optimizers:
         if hasattr(optimizer, "param_groups") and hasattr(optimizer, "step"):
             continue
-        if not callable(optimizer):
+        if isinstance(optimizer, nn.Module) or not callable(optimizer):
             raise ProtocolError(
                 f"step() takes optimizers, and got a {type(optimizer).__name__}; pass the optimizers only"
             )
         closure = True
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ProtocolError("step() got one optimizer twice; each steps once")
     if closure:
         raise ProtocolError(
             "step() got a closure: an optimizer that calls it would see gradients that were never checked or unscaled. "
@@ -62,18 +68,19 @@ def map_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def check_max_norm(max_norm: float | None) -> None:
     """Raises ConfigError unless ``max_norm`` is None or above 0; ``math.inf`` is allowed."""
-    if max_norm is not None and not max_norm > 0:
+    if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
         raise ConfigError(f"max_norm={max_norm!r} is not allowed: it must be above 0, math.inf to measure, or None")
 
 
 def read_scale(new_scale: float | Tensor, policy: Policy, like: Tensor) -> Tensor:
     """The argument of ``update`` as a tensor like ``like``, within the bounds of ``policy``.
 
-    Syncs host: no; so a number outside the bounds is refused, and the value of a tensor is clamped to them.
+    Syncs host: no; so a number outside the bounds is refused, and the value of a tensor is clamped to them;
+    a NaN leaves the scale as it is.
     """
     low, high = scale_bounds(policy)
     if not isinstance(new_scale, Tensor):
-        if not low <= new_scale <= high:
+        if not is_number(new_scale) or not low <= new_scale <= high:
             raise ConfigError(
                 f"update(new_scale={new_scale!r}) is not allowed: with policy {policy.name!r} the scale must lie "
                 f"between {low:g} and {high:g}"
@@ -81,4 +88,5 @@ def read_scale(new_scale: float | Tensor, policy: Policy, like: Tensor) -> Tenso
         return torch.full_like(like, new_scale)
     if new_scale.numel() != 1 or new_scale.requires_grad:
         raise ConfigError("update(new_scale) takes a number or a tensor of one element that requires no gradient")
-    return new_scale.detach().to(like).reshape(()).clamp(low, high)
+    given = new_scale.detach().to(like).reshape(())
+    return torch.where(given.isnan(), like, given.clamp(low, high))

@@ -5,14 +5,13 @@ The first five keys are those of ``torch.amp.GradScaler``, which can load this s
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from distscale.errors import ConfigError
-from distscale.policy import MAX_COUNT, DynamicScale, Policy
+from distscale.policy import MAX_COUNT, MAX_SCALE, DynamicScale, Policy, is_number
 
 __all__ = ["TORCH_RULE_FIELDS", "VERSION", "SavedState", "decode", "encode"]
 
@@ -59,13 +58,15 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
     Raises:
         ConfigError: if the dict is empty, foreign, of a newer version, of another policy, or holds an impossible value.
     """
+    if not isinstance(saved, Mapping):
+        raise ConfigError(f"this is not the state of a gradient scaler but a {type(saved).__name__}")
     if not saved:
         raise ConfigError("the saved scaler state is empty; it was probably saved from a scaler with enabled=False")
     missing = [key for key in ("scale", *TORCH_RULE_FIELDS, "_growth_tracker") if key not in saved]
     if missing:
         raise ConfigError(f"this is not the state of a gradient scaler: it has no {', '.join(map(repr, missing))}")
     version = saved.get("version", VERSION)
-    if not isinstance(version, int) or version > VERSION:
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise ConfigError(
             f"the saved scaler state has version {version!r}; this distscale reads versions up to {VERSION}"
         )
@@ -88,10 +89,16 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
         policy = replace(policy, init_scale=_number(saved, "scale"), **rule)  # type: ignore[type-var]
     except ConfigError as error:
         raise ConfigError(f"the saved scaler state cannot be used: {error}") from None
+    hysteresis_tracker = _count(saved, "hysteresis_tracker", policy.hysteresis)
+    if hysteresis_tracker > policy.hysteresis:
+        raise ConfigError(
+            f"the saved scaler state cannot be used: hysteresis_tracker={hysteresis_tracker} is above "
+            f"hysteresis={policy.hysteresis}"
+        )
     state = SavedState(
         scale=policy.init_scale,
         growth_tracker=_count(saved, "_growth_tracker"),
-        hysteresis_tracker=_count(saved, "hysteresis_tracker", policy.hysteresis),
+        hysteresis_tracker=hysteresis_tracker,
         blocked_steps=_count(saved, "blocked_steps", 0),
         step=_count(saved, "step", 0),
     )
@@ -102,15 +109,15 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
 
 def _number(saved: Mapping[str, Any], key: str) -> float:
     value = saved[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"the saved scaler state cannot be used: {key} is {value!r}, not a finite number")
-    return value
+    if not is_number(value) or not abs(value) <= MAX_SCALE:
+        raise ConfigError(f"the saved scaler state cannot be used: {key} is {value!r}, not a number within 2^126")
+    return float(value)
 
 
 def _count(saved: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = saved.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_COUNT // 2:
         raise ConfigError(
-            f"the saved scaler state cannot be used: {key} is {value!r}, not a whole number from 0 to 2^31 - 1"
+            f"the saved scaler state cannot be used: {key} is {value!r}, not a whole number from 0 to 2^30"
         )
     return value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import cast
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -16,7 +18,7 @@ from distscale.policy import NoScaling, Outcome, Policy, ScaleState
 from distscale.reducers import Reducer, default_reducer
 from distscale.roster import Listing, NameSource, Roster
 from distscale.sweep import sweep
-from distscale.table import UNKNOWN, SlotTable, agree
+from distscale.table import UNKNOWN, SlotTable, agree, digest
 
 __all__ = ["Coordinator", "Situation"]
 
@@ -45,6 +47,8 @@ class Situation:
     veto: bool
     has_scaled: bool
     """Whether this rank has ever scaled a loss."""
+    failure: Exception | None
+    """What keeps this rank from going on, since an earlier step."""
     reads: bool
     """Whether this rank reads the decision on the host before it goes on."""
 
@@ -58,6 +62,16 @@ class Situation:
             "step": self.step,
             "the table of tensors": "with new parameters" if digest == _TABLE_CHANGES else f"no. {digest}",
         }
+
+
+def settings_of(policy: Policy, max_norm: float | None) -> dict[str, object]:
+    """What must be equal on all ranks by construction, by name."""
+    return {"policy": policy.name, **asdict(policy), "max_norm": max_norm}  # type: ignore[call-overload]
+
+
+@lru_cache(maxsize=16)
+def _digest_of_settings(policy: Hashable, max_norm: float | None) -> int:
+    return digest(settings_of(cast(Policy, policy), max_norm))
 
 
 class Coordinator:
@@ -110,14 +124,15 @@ class Coordinator:
                 self.roster.meet(self.roster.optimizers)
         except Exception as error:
             failure = error
+        failure = failure or now.failure
         if self._table is not None and listings - {Listing.LISTED}:
             # Ranks that have nothing new are in their normal exchange: find that out there, not in a hang.
             self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now, _TABLE_CHANGES)
         if self._table is None or listings - {Listing.LISTED}:
-            settings = {"policy": now.policy.name, **asdict(now.policy), "max_norm": self.max_norm}  # type: ignore[call-overload]
+            settings = settings_of(now.policy, self.max_norm)
             self._table = agree(self._reducer, self.roster.names, settings, repr(failure) if failure else None)
             self.roster.mark_listed()
-        return self._exchange(optimizers, now, self._table, self._table.digest, failure)
+        return self._exchange(optimizers, now, self._table, self._digest(now), failure)
 
     def raise_if_broken(self, decision: Decision, now: Situation, digest: int | None = None) -> None:
         """Waits for a decision on the host, and raises if the ranks could not decide.
@@ -126,8 +141,14 @@ class Coordinator:
         """
         reducer = self._reducer
         assert reducer is not None
-        sent = decision.table.digest if digest is None else digest
-        decision.raise_if_broken(lambda: reducer.gather(now.agreed_values(sent)))
+        settings = settings_of(now.policy, self.max_norm)
+        sent = self._digest(now) if digest is None else digest
+        decision.raise_if_broken(lambda: reducer.gather({**settings, **now.agreed_values(sent)}))
+
+    def _digest(self, now: Situation) -> int:
+        """Of the table and of the settings, which may change on all ranks alike. 31 bits."""
+        assert self._table is not None
+        return self._table.digest ^ _digest_of_settings(cast(Hashable, now.policy), self.max_norm)
 
     def _exchange(
         self, optimizers: Sequence[Optimizer], now: Situation, table: SlotTable, digest: int, failure: Exception | None

@@ -38,6 +38,7 @@ class Decision:
     next_state: ScaleState
     """Of the policy, if nothing else happens before ``update()``."""
     _copy: HostCopy | None = None
+    _is_read: bool = False
 
     def _send(self) -> None:
         """Starts the copy to the host. Syncs host: no."""
@@ -58,9 +59,10 @@ class Decision:
             self.next_state = next_state
             self._send()
 
-    def is_ready(self) -> bool:
-        """Whether a copy has been sent and has arrived; never waits."""
-        return self._copy is not None and self._copy.is_ready()
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the host can read it without waiting for a device, by what it has done before, not by chance."""
+        return self._is_read or (self._copy is not None and self._copy.is_instant)
 
     @property
     def skipped(self) -> bool:
@@ -118,8 +120,9 @@ class Decision:
             check_equal(gather_values(), f"at step {self.step}")
         for key, low, high in differing:
             values = [_shown(key, bits) for bits in (low, high)]
+            what = key.label + (" or the settings" if key is Agreed.TABLE and low >= 0 else "")
             raise DesyncError(
-                f"ranks differ in {key.label} at step {self.step}: from {values[0]} to {values[1]}. "
+                f"ranks differ in {what} at step {self.step}: from {values[0]} to {values[1]}. "
                 "It must be equal on all ranks; no rank applied the step"
             )
         if read_flag(maxima, Flag.SCALED) is None:
@@ -139,6 +142,7 @@ class Decision:
         if self._copy is None:
             self._send()
         assert self._copy is not None
+        self._is_read = True
         return self._copy.read()
 
 

@@ -94,7 +94,7 @@ def pack(
     Args:
         flags: one number for each :class:`Flag` but LOSS.
         step: number of the update that this step belongs to.
-        digest: of the slot table.
+        digest: of the slot table and the settings.
         loss: int32, shape (): marked bits of a non-finite loss, or 0.
         state: of the policy.
         loss_scale: fp32, shape (): the scale that the gradients carry; None if this rank has none.

@@ -10,8 +10,9 @@ of ``torch.amp.GradScaler``: products are formed in float64 and rounded once to 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ __all__ = [
     "Policy",
     "ScaleState",
     "StaticScale",
+    "is_number",
     "scale_bounds",
 ]
 
@@ -71,7 +73,7 @@ class Outcome(NamedTuple):
 
 
 class Policy(Protocol):
-    """A rule for the loss scale. Implementations are frozen: changing a rule means replacing it."""
+    """A rule for the loss scale. Implementations are frozen dataclasses: changing a rule means replacing it."""
 
     name: ClassVar[str]
 
@@ -115,8 +117,8 @@ class DynamicScale:
     def __post_init__(self) -> None:
         for argument in ("min_scale", "max_scale", "init_scale"):
             _check_scale(argument, getattr(self, argument))
-        _check_number("growth_factor", self.growth_factor, self.growth_factor > 1, "a finite number above 1")
-        _check_number("backoff_factor", self.backoff_factor, 0 < self.backoff_factor < 1, "between 0 and 1, exclusive")
+        _check_number("growth_factor", self.growth_factor, lambda x: 1 < x < math.inf, "a finite number above 1")
+        _check_number("backoff_factor", self.backoff_factor, lambda x: 0 < x < 1, "a number between 0 and 1, exclusive")
         _check_count("growth_interval", self.growth_interval)
         _check_count("hysteresis", self.hysteresis)
         if not self.min_scale <= self.init_scale <= self.max_scale:
@@ -170,6 +172,11 @@ class NoScaling(StaticScale):
             raise ConfigError(f"init_scale={self.init_scale:g} has no meaning with policy 'none'; it is 1")
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a number, and not True or False, which Python counts as numbers."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def scale_bounds(policy: Policy) -> tuple[float, float]:
     """The smallest and the largest scale that ``policy`` can have, and that a saved state of it may hold."""
     if isinstance(policy, DynamicScale):
@@ -185,11 +192,11 @@ def _blocked_steps(state: ScaleState, blocked: Tensor, clean: Tensor) -> Tensor:
 
 def _check_scale(argument: str, value: float) -> None:
     allowed = f"a finite number between 2^-126 and 2^126 ({MIN_SCALE:g} to {MAX_SCALE:g})"
-    _check_number(argument, value, MIN_SCALE <= value <= MAX_SCALE, allowed)
+    _check_number(argument, value, lambda x: MIN_SCALE <= x <= MAX_SCALE, allowed)
 
 
-def _check_number(argument: str, value: float, allowed: bool, allowed_range: str) -> None:
-    if not (math.isfinite(value) and allowed):
+def _check_number(argument: str, value: float, is_allowed: Callable[[float], bool], allowed_range: str) -> None:
+    if not (is_number(value) and is_allowed(value)):
         raise ConfigError(f"{argument}={value!r} is not allowed: it must be {allowed_range}")
 
 

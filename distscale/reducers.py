@@ -79,6 +79,13 @@ class ProcessGroupReducer:
                 "a process group was asked for, but torch.distributed is not initialized; "
                 "call torch.distributed.init_process_group() first"
             )
+        given: object = group
+        # The mark that new_group() returns on ranks outside the group is an int.
+        if (
+            not isinstance(given, dist.ProcessGroup | DeviceMesh | None)
+            and given is not dist.GroupMember.NON_GROUP_MEMBER
+        ):
+            raise ConfigError(f"process_group={given!r} is neither a process group nor a device mesh")
         self.group = _group_of_mesh(group) if isinstance(group, DeviceMesh) else group
         self.rank = dist.get_rank(self.group)
         if self.rank < 0:

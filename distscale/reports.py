@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from distscale.decision import Decision
 from distscale.errors import ConfigError, ScaleExhaustedError
+from distscale.policy import is_number
 from distscale.record import StepReport
 
 __all__ = ["ReportQueue"]
@@ -21,7 +22,9 @@ class ReportQueue:
     """
 
     def __init__(self, on_step: Callable[[StepReport], None] | None, max_consecutive_skips: int | None) -> None:
-        if max_consecutive_skips is not None and max_consecutive_skips < 1:
+        if on_step is not None and not callable(on_step):
+            raise ConfigError(f"on_step={on_step!r} is not allowed: it must be callable with a StepReport, or None")
+        if max_consecutive_skips is not None and not (is_number(max_consecutive_skips) and max_consecutive_skips >= 1):
             raise ConfigError(f"max_consecutive_skips={max_consecutive_skips!r} is not allowed: at least 1, or None")
         self.last: StepReport | None = None
         self._on_step = on_step
@@ -32,14 +35,19 @@ class ReportQueue:
     def add(self, decision: Decision) -> None:
         self._waiting.append(decision)
 
-    def drain(self, wait: bool) -> None:
-        """Reports what has arrived; with ``wait``, everything. Syncs host: only with ``wait``.
+    def forget(self) -> None:
+        """Drops what is on the way and what was reported last."""
+        self._waiting.clear()
+        self.last, self._blocked_since = None, None
+
+    def drain(self, keep: int = 0) -> None:
+        """Reports all but the newest ``keep`` decisions. Syncs host: it waits for the copies of what it reports.
 
         Raises:
             DesyncError, ProtocolError: if the ranks could not decide.
             ScaleExhaustedError: if too many steps in a row were skipped and no lower scale can help.
         """
-        while self._waiting and (wait or self._waiting[0].is_ready()):
+        while len(self._waiting) > keep:
             decision = self._waiting.popleft()
             decision.raise_if_broken()
             self.last = decision.report()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distscale.shards import is_here, shard_of
 from distscale.sweep import Part
@@ -48,10 +49,9 @@ class Roster:
 
     def __init__(self, source: NameSource | None = None) -> None:
         self._source = source if isinstance(source, nn.Module | Mapping | None) else list(source)
-        self._entries: WeakKeyDictionary[Optimizer, _Entry] = WeakKeyDictionary()
-        self._sourced: list[Tensor] = []  # tensors of the source, when last read
+        self._entries: MutableMapping[Optimizer, _Entry] = WeakIdKeyDictionary()
         self._num_met = 0
-        self._owner_of_name: dict[str, int] = {}
+        self._owner_of_name: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -104,10 +104,9 @@ class Roster:
         return [shard.values for shard in shards if shard is not None]
 
     def values_of_others(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """This rank's part of every gradient known, by a name or by an optimizer met, that is not of ``optimizers``."""
-        known = {id(tensor): tensor for tensor in self._sourced} | self._params(self.optimizers)
+        """This rank's part of every gradient of an optimizer that was met and is not among ``optimizers``."""
         theirs = self._params(optimizers)
-        shards = (shard_of(param) for key, param in known.items() if key not in theirs)
+        shards = (shard_of(param) for key, param in self._params(self.optimizers).items() if key not in theirs)
         return [shard.values for shard in shards if shard is not None]
 
     def _params(self, optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
@@ -115,9 +114,7 @@ class Roster:
         return {id(param): param for optimizer in optimizers for _, param in self._entries[optimizer].named}
 
     def _name(self, optimizer: Optimizer, prefix: str) -> list[tuple[str, Tensor]]:
-        source = list(self._named_tensors())
-        self._sourced = [tensor for _, tensor in source]
-        given = {id(tensor): name for name, tensor in source}
+        given = {id(tensor): name for name, tensor in self._named_tensors()}
         named: list[tuple[str, Tensor]] = []
         for index, group in enumerate(optimizer.param_groups):
             own_names: Sequence[str] | None = group.get("param_names")
@@ -126,9 +123,9 @@ class Roster:
                     continue
                 place = f"group{index}.param{position}"
                 name = given.get(id(param)) or (own_names[position] if own_names else f"{prefix}.{place}")
-                if self._owner_of_name.setdefault(name, id(param)) != id(param):
+                if self._owner_of_name.setdefault(name, param) is not param:
                     name = f"{prefix}.{name}"
-                    self._owner_of_name[name] = id(param)
+                    self._owner_of_name[name] = param
                 named.append((name, param))
         return named
 

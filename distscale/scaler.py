@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distscale.apply import step_fused, takes_grad_scale, unscale_and_clip, with_gradients
 from distscale.arguments import check_max_norm, check_optimizers, make_policy, map_tensors, read_scale
@@ -28,6 +29,16 @@ from distscale.state import ScaleKeeper
 from distscale.sweep import loss_bits, scale_
 
 __all__ = ["DistributedGradScaler"]
+
+_log = logging.getLogger("distscale")
+
+
+class _Warm(NamedTuple):
+    """A fused optimizer that can step without being asked about: its state exists."""
+
+    params: dict[int, Tensor]
+    """By id; held, so that no other tensor gets the id."""
+    num_states: int
 
 
 class DistributedGradScaler(ScaleKeeper):
@@ -104,13 +115,15 @@ class DistributedGradScaler(ScaleKeeper):
         self._loss_scale: Tensor | None = None  # what the gradients carry; None until this rank scales a loss
         self._stepped: list[Optimizer] = []  # since a loss was last scaled: whose gradients cannot be waiting
         # Fused ones, with the parameters that they have stepped; these are held, so that their ids stay theirs.
-        self._warm: WeakKeyDictionary[Optimizer, dict[int, Tensor]] = WeakKeyDictionary()
+        self._warm: MutableMapping[Optimizer, _Warm] = WeakIdKeyDictionary()
         self._stop_requested = False
+        self._failure: Exception | None = None  # that left this rank's parameters in doubt
 
         # Between two updates.
         self._scale_may_differ = True  # from the one that the gradients carry
         self._loss_bits: Tensor | None = None
         self._veto_reason: str | None = None
+        self._veto_is_sent = False
         self._decisions: list[Decision] = []
 
     # ---------------------------------------------------------------- the calls of a step
@@ -122,8 +135,8 @@ class DistributedGradScaler(ScaleKeeper):
         which is the scale, can: autograd casts it to the dtype of the loss, and 65536 is inf in fp16. So compute the
         loss in fp32.
 
-        A loss that is not finite is noticed here, on the device; all ranks then skip the step, and the scale stays as
-        it is, since no scale can help. Collective: no. Syncs host: no.
+        A loss that is not finite is noticed here, on the device, even if its backward pass is never run; all ranks then
+        skip the step, and the scale stays as it is, since no scale can help. Collective: no. Syncs host: no.
         """
         if not self._enabled:
             return outputs
@@ -176,6 +189,7 @@ class DistributedGradScaler(ScaleKeeper):
         check_optimizers(optimizers, kwargs)
         if not self._enabled:
             returned = [optimizer.step(**kwargs) for optimizer in optimizers]
+            self._reports.last = StepReport.unchecked(self._step)
             return returned[0] if len(returned) == 1 else returned
         for optimizer in optimizers:
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
@@ -185,7 +199,15 @@ class DistributedGradScaler(ScaleKeeper):
         decision = self._decide(optimizers, reads)
         returned = []
         if not (reads and decision.skipped):
-            returned = self._apply(optimizers, decision, kwargs)
+            try:
+                returned = self._apply(optimizers, decision, kwargs)
+            except BaseException as error:
+                # Other ranks may have applied this step, and here it may be half done: nothing can be trusted now.
+                self._failure = ProtocolError(
+                    f"the optimizer step {self._step} failed on this rank ({error!r}) after all ranks had agreed to "
+                    "apply it, so its parameters are not those of the other ranks. Restart from a checkpoint"
+                )
+                raise
         for optimizer in optimizers:
             self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
         self._stepped += optimizers
@@ -206,6 +228,7 @@ class DistributedGradScaler(ScaleKeeper):
             ScaleExhaustedError: see ``max_consecutive_skips``. The scaler is then ready for a next step all the same.
         """
         if not self._enabled:
+            self._step += 1
             return
         unstepped = self._unscaled()
         if unstepped and new_scale is None:
@@ -227,17 +250,22 @@ class DistributedGradScaler(ScaleKeeper):
         for decision in self._decisions:
             decision.settle(state)
             self._reports.add(decision)
+        num_on_the_way = sum(not decision.is_at_hand for decision in self._decisions)
         self._begin_step()
-        self._reports.drain(wait=False)
+        # What the host has not read yet is read one update later: it has arrived by then, so nobody waits, and ranks
+        # that raise an error raise it at the same step.
+        self._reports.drain(keep=num_on_the_way)
 
     # ---------------------------------------------------------------- beside the step
 
     def veto(self, reason: str) -> None:
         """Makes all ranks skip the coming step, for a reason of this rank's own; the scale stays as it is.
 
+        The report says which rank it was; the reason goes to this rank's log (``logging.getLogger("distscale")``).
         Collective: no, it rides in the exchange of the next ``step``. Syncs host: no.
         """
-        self._veto_reason = reason
+        self._veto_reason, self._veto_is_sent = reason, False
+        _log.warning("this rank vetoes the coming step: %s", reason)
 
     def request_stop(self) -> None:
         """Asks all ranks to end: ``last_step.stop_requested`` is True on all of them after the same step.
@@ -248,7 +276,9 @@ class DistributedGradScaler(ScaleKeeper):
 
     @property
     def last_step(self) -> StepReport | None:
-        """What was decided last; None before the first step, or if disabled. Syncs host: yes, asking is what costs it.
+        """What was decided last; None before the first step. Syncs host: yes, asking is what costs it.
+
+        A disabled scaler decides nothing: its report is that the step was applied, at scale 1.
 
         Raises:
             DesyncError, ProtocolError, ScaleExhaustedError: if the last steps of fused optimizers came to that.
@@ -256,13 +286,15 @@ class DistributedGradScaler(ScaleKeeper):
         if self._decisions:
             self._decisions[-1].raise_if_broken()
             return self._decisions[-1].report()
-        self._reports.drain(wait=True)
+        self._reports.drain()
         return self._reports.last
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._loss_scale = None
-        self._warm.clear()  # the optimizers are likely to be restored too, perhaps to before their first step
+        self._failure = None
+        self._warm.clear()  # the optimizers are likely to be restored too
+        self._reports.forget()
         self._begin_step()
 
     # ---------------------------------------------------------------- the decision and its application
@@ -280,30 +312,32 @@ class DistributedGradScaler(ScaleKeeper):
             stop=self._stop_requested,
             veto=self._veto_reason is not None,
             has_scaled=self._loss_scale is not None,
+            failure=self._failure,
             reads=reads,
         )
         decision = self._coordinator.decide(optimizers, now)
         if reads:
             self._coordinator.raise_if_broken(decision, now)
         self._decisions.append(decision)
+        self._veto_is_sent = now.veto
         found_inf = decision.verdict.found_inf
         for optimizer in optimizers:
             self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
         return decision
 
     def _apply(self, optimizers: Sequence[Optimizer], decision: Decision, kwargs: dict[str, Any]) -> list[Any]:
-        unscaled = self._unscaled()
         others = [optimizer for optimizer in optimizers if not takes_grad_scale(optimizer)]
         for is_unscaled in (False, True):
-            chosen = [optimizer for optimizer in others if (optimizer in unscaled) is is_unscaled]
+            chosen = [optimizer for optimizer in others if self._is_unscaled(optimizer) is is_unscaled]
             unscale_and_clip(self._coordinator.roster.values(chosen), decision, is_unscaled)
         returned = []
         for optimizer in optimizers:
-            if optimizer in others:
+            if not takes_grad_scale(optimizer):
                 returned.append(optimizer.step(**kwargs))
             else:
-                returned.append(step_fused(optimizer, decision, optimizer in unscaled, kwargs))
-                self._warm.setdefault(optimizer, {}).update(with_gradients(optimizer))
+                returned.append(step_fused(optimizer, decision, self._is_unscaled(optimizer), kwargs))
+                params = self._warm[optimizer].params if optimizer in self._warm else {}
+                self._warm[optimizer] = _Warm(params | with_gradients(optimizer), len(optimizer.state))
         return returned
 
     def _steps_on_device(self, optimizer: Optimizer) -> bool:
@@ -313,15 +347,19 @@ class DistributedGradScaler(ScaleKeeper):
         in Adam, and uninitialized memory as the momentum of SGD. So the host is asked until all states exist.
         """
         warm = self._warm.get(optimizer)
-        return takes_grad_scale(optimizer) and warm is not None and with_gradients(optimizer).keys() <= warm.keys()
+        return (
+            takes_grad_scale(optimizer)
+            and warm is not None
+            and with_gradients(optimizer).keys() <= warm.params.keys()
+            and len(optimizer.state) >= warm.num_states
+        )
 
     def _unscaled(self) -> list[Optimizer]:
-        states = self._per_optimizer_states
-        return [
-            optimizer
-            for optimizer in self._coordinator.roster.optimizers
-            if id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED
-        ]
+        return [optimizer for optimizer in self._coordinator.roster.optimizers if self._is_unscaled(optimizer)]
+
+    def _is_unscaled(self, optimizer: Optimizer) -> bool:
+        state = self._per_optimizer_states.get(id(optimizer))
+        return state is not None and state["stage"] is OptState.UNSCALED
 
     def _carried_scale(self) -> Tensor:
         """The scale that the gradients carry: that of the last scaled loss, even if an update came in between."""
@@ -347,7 +385,8 @@ class DistributedGradScaler(ScaleKeeper):
         """Rescales gradients that wait, unstepped, from before an update, so that new ones can be added.
 
         Without it, an optimizer that steps more rarely than ``update()`` is called would sum gradients of two scales.
-        Parameters are known from the first step of their optimizer on, or from the start by ``names``.
+        Optimizers are known from their first step on, and their gradients by ``grad``. What FSDP2 keeps to itself while
+        ``set_requires_gradient_sync(False)`` is not seen: do not update the scale before those gradients are reduced.
         """
         pending = self._coordinator.roster.values_of_others(self._stepped)
         scale_(pending, (scale.double() / old_scale.double()).float())
@@ -357,13 +396,15 @@ class DistributedGradScaler(ScaleKeeper):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scale_may_differ = True
         self._loss_bits = None
-        self._veto_reason = None
+        if self._veto_is_sent:
+            self._veto_reason, self._veto_is_sent = None, False
         self._decisions = []
 
     def __getstate__(self) -> dict[str, Any]:
-        self._reports.drain(wait=True)
-        return {**super().__getstate__(), "_loss_scale": None, "_stepped": [], "_warm": None}
+        self._reports.drain()
+        mine: dict[str, Any] = {"_loss_scale": None, "_stepped": [], "_warm": None, "_stop_requested": False}
+        return {**super().__getstate__(), **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._warm = WeakKeyDictionary()
+        self._warm = WeakIdKeyDictionary()

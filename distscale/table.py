@@ -11,7 +11,7 @@ from typing import Any
 from distscale.errors import DesyncError, ProtocolError
 from distscale.reducers import Reducer
 
-__all__ = ["UNKNOWN", "SlotTable", "agree"]
+__all__ = ["UNKNOWN", "SlotTable", "agree", "check_equal", "digest"]
 
 UNKNOWN = "unknown"
 """Of a value that must be equal on the ranks that know it."""
@@ -48,18 +48,18 @@ def agree(reducer: Reducer, names: Sequence[str], settings: Mapping[str, object]
     Collective: yes, two small gathers at most; the names travel only if they differ. Syncs host: yes.
     """
     mine = tuple(names)
-    reports: list[tuple[int, dict[str, object], str | None]] = reducer.gather((_digest(mine), dict(settings), failure))
+    reports: list[tuple[int, dict[str, object], str | None]] = reducer.gather((digest(mine), dict(settings), failure))
     for rank, (_, _, problem) in enumerate(reports):
         if problem is not None:
             raise ProtocolError(f"rank {rank} failed before the exchange: {problem}")
     check_equal([entry for _, entry, _ in reports], "at the first step")
-    if len({digest for digest, _, _ in reports}) == 1:
+    if len({checksum for checksum, _, _ in reports}) == 1:
         holders = dict.fromkeys(mine, reducer.world_size)
     else:
         holders = Counter(name for held in reducer.gather(mine) for name in held)
     union = tuple(holders)
     counts = tuple(holders.values())
-    return SlotTable(union, counts, {name: slot for slot, name in enumerate(union)}, _digest((union, counts)))
+    return SlotTable(union, counts, {name: slot for slot, name in enumerate(union)}, digest((union, counts)))
 
 
 def check_equal(values_by_rank: Sequence[Mapping[str, object]], when: str) -> None:
@@ -82,5 +82,6 @@ def describe_ranks(ranks: Sequence[int], limit: int = 8) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _digest(value: Any) -> int:
+def digest(value: Any) -> int:
+    """31 bits of a checksum of a plain value."""
     return zlib.crc32(repr(value).encode()) & 0x7FFFFFFF

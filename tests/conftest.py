@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-# A busy machine is no failure, so no deadlines. CI draws the same examples every time.
-settings.register_profile("local", deadline=None, print_blob=True)
-settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+# A busy machine is no failure, so no deadlines. The same examples are drawn every time, but in a soak
+# (DISTSCALE_EXAMPLES=20 pytest tests/property), which is to find new ones.
+settings.register_profile("same", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("soak", deadline=None, print_blob=True)
+settings.load_profile("soak" if "DISTSCALE_EXAMPLES" in os.environ else "same")
 
 torch.set_num_threads(1)
 

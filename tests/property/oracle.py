@@ -58,11 +58,14 @@ class Oracle(Holdings):
         self._listed: dict[int, list[str]] = {}
         self._waiting: deque[Decided] = deque()
         self._fresh: set[int] = set()  # optimizers that hold gradients of the carried scale
+        self.veto: set[int] = set()
+        self._sent_vetoes: set[int] = set()
         self._begin_step()
 
     def _begin_step(self) -> None:
         self.stages = [Stage.READY] * len(self.world.optimizers)
-        self.veto: set[int] = set()
+        self.veto -= self._sent_vetoes
+        self._sent_vetoes = set()
         self.decisions: list[Decided] = []
         self._lost: dict[int, str] = {}
         self._is_idle = [True] * NUM_RANKS  # has scaled no loss since the last update
@@ -96,6 +99,7 @@ class Oracle(Holdings):
                 self._update(op)
             case Veto(rank):
                 self.veto.add(rank)
+                self._sent_vetoes.discard(rank)  # this one is for the next decision
             case Stop():
                 self.stop = True
             case SetGrowthInterval(interval):
@@ -223,6 +227,7 @@ class Oracle(Holdings):
 
         lost, overflow = bool(self._lost), bool(found)
         skipped = lost or overflow or bool(self.veto)
+        self._sent_vetoes = set(self.veto)
         culprit = None
         if lost:
             kind, rank = max((kind, rank) for rank, kind in self._lost.items())

@@ -139,12 +139,9 @@ def make_step(rng: Random, now: Oracle) -> Op | None:
 def make_update(rng: Random, now: Oracle) -> Op | None:
     """An update, also in the middle of a step.
 
-    Gradients wait over it only in tensors that the scaler knows: those of optimizers that it has met, and those that
-    its ``names`` held when it met the first.
+    Gradients wait over it only in tensors that the scaler knows: those of optimizers that it has met.
     """
     known = {spec.name for spec in now.tensors if spec.optimizer in now.met}
-    if now.met:
-        known |= {spec.name for spec in now.world.tensors}
     if any(name not in known for (_, name), grad in now.grads.items() if grad is not None):
         return None
     if not now.have_one_scale(_in_stage(now, Stage.UNSCALED)):

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from calls import NUM_RANKS, Backward, Op, Step, Update, World
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from player import Player, Seen
 from programs import random_world
@@ -31,6 +31,8 @@ def _drift(player: Player, field: str) -> None:
     saved = player.scaler.state_dict()
     if field == "scale":
         saved[field] = saved[field] / 2 if saved[field] > player.world.min_scale else saved[field] * 2
+    elif field == "hysteresis_tracker":
+        saved[field] += 1 if saved[field] < player.scaler._policy.hysteresis else -1
     else:
         saved[field] += 1
     player.scaler.load_state_dict(saved)
@@ -57,6 +59,8 @@ def test_a_rank_that_drifts_is_found(seed: int, num_before: int, drifted: int, f
     before: list[Seen] = []
     for op in _clean_step(world) * num_before:
         before = play(op)
+        # Some worlds have a scale at which even these gradients overflow, step after step.
+        assume([seen.error for seen in before] != ["ScaleExhaustedError"] * NUM_RANKS)
         assert [seen.error for seen in before] == [None] * NUM_RANKS
     _drift(players[drifted], field)
     backward, step, _ = _clean_step(world)

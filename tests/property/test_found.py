@@ -123,6 +123,10 @@ def _two_stages(reducer: ThreadReducer) -> list[float]:
     (first, first_optimizer), (second, second_optimizer) = _parameter(), _parameter()
     names = {"first": first, "second": second}
     scaler = DistributedGradScaler("cpu", init_scale=4.0, growth_interval=1, reducer=reducer, names=names)
+    if reducer.rank == 1:
+        scaler.scale(torch.zeros(()))
+    scaler.step(first_optimizer, second_optimizer)  # from here on it knows both
+    scaler.update()
     for step in range(4):
         loss = (first + second).sum()
         (scaler.scale(loss) if reducer.rank == 1 else loss * scaler.get_scale()).backward()

@@ -23,6 +23,8 @@ from distscale import (
     ScaleExhaustedError,
     StepReport,
 )
+from distscale.record import HostCopy
+from distscale.sweep import scale_
 
 BAD = [math.inf, -math.inf, math.nan]
 
@@ -65,6 +67,11 @@ class TestConstructor:
             {"max_norm": 0.0},
             {"max_norm": math.nan},
             {"max_consecutive_skips": 0},
+            {"max_consecutive_skips": "3"},
+            {"init_scale": "65536"},
+            {"max_norm": "1"},
+            {"max_norm": True},
+            {"on_step": 5},
         ],
         ids=str,
     )
@@ -83,6 +90,9 @@ class TestConstructor:
     def test_combinations_that_cannot_be_meant(self) -> None:
         with pytest.raises(ConfigError, match=r"policy='adaptive' is unknown"):
             DistributedGradScaler("cpu", policy="adaptive")
+        for policy in (5, DynamicScale):
+            with pytest.raises(ConfigError, match="neither a name nor a policy object"):
+                DistributedGradScaler("cpu", policy=policy)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="not both"):
             DistributedGradScaler("cpu", policy=DynamicScale(), init_scale=2.0)
         with pytest.raises(ConfigError, match="not both"):
@@ -236,17 +246,14 @@ class TestStep:
         assert first.item() == -2.0
         assert second.item() == -3.0
 
-    @pytest.mark.parametrize("named", [False, True])
-    def test_pending_gradients_follow_the_scale(self, named: bool) -> None:
+    def test_pending_gradients_follow_the_scale(self) -> None:
         # The second optimizer steps at every other update, so its gradients are summed under two scales.
         first, first_optimizer = sgd(0.0)
         second, second_optimizer = sgd(0.0)
-        names = {"first": first, "second": second} if named else None
-        scaler = DistributedGradScaler("cpu", init_scale=1024.0, growth_interval=1, names=names)
-        if not named:
-            scaler.scale(torch.zeros(()))
-            scaler.step(first_optimizer, second_optimizer)
-            scaler.update()
+        scaler = DistributedGradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        scaler.scale(torch.zeros(()))
+        scaler.step(first_optimizer, second_optimizer)
+        scaler.update()
         for step in range(1, 7):
             first_optimizer.zero_grad()
             scaler.scale((first + second).sum()).backward()
@@ -256,8 +263,28 @@ class TestStep:
                 scaler.step(first_optimizer, second_optimizer)
                 second_optimizer.zero_grad()
             scaler.update()
-        assert scaler.get_scale() == 1024.0 * 2 ** (6 if named else 7)
+        assert scaler.get_scale() == 1024.0 * 2**7
         assert (first.item(), second.item()) == (-6.0, -6.0)
+
+    def test_gradients_of_others_are_left_alone(self) -> None:
+        # Two scalers, both told the names of the whole model, as for a GAN; and an optimizer without a scaler.
+        first, first_optimizer = sgd(0.0)
+        second, second_optimizer = sgd(0.0)
+        third, third_optimizer = sgd(0.0)
+        names = {"first": first, "second": second, "third": third}
+        scalers = [DistributedGradScaler("cpu", init_scale=4.0, growth_interval=1, names=names) for _ in range(2)]
+        for _ in range(4):
+            for optimizer in (first_optimizer, second_optimizer, third_optimizer):
+                optimizer.zero_grad()
+            third.sum().backward()
+            scalers[1].scale(second.sum()).backward()
+            scalers[0].scale(first.sum()).backward()
+            scalers[0].step(first_optimizer)
+            scalers[1].step(second_optimizer)
+            third_optimizer.step()
+            for scaler in scalers:
+                scaler.update()
+        assert (first.item(), second.item(), third.item()) == (-4.0, -4.0, -4.0)
 
     def test_rank_without_a_loss_leaves_the_gradients_of_stepped_optimizers_alone(self) -> None:
         # Nothing waits after a step, so there is nothing to bring to the new scale, and no pass to pay for it.
@@ -360,6 +387,60 @@ class TestStep:
         scaler.update()
         assert scaler.step() is None  # a rank without an optimizer takes part
 
+    def test_a_step_that_fails_half_way_is_not_taken_again(self) -> None:
+        # The gradients are unscaled by then: a second try would divide them twice, and other ranks have stepped.
+        parameter, optimizer = sgd(1.0)
+        scaler = DistributedGradScaler("cpu", init_scale=1024.0)
+        saved = scaler.state_dict()
+        scaler.scale(parameter.sum()).backward()
+        hook = optimizer.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            scaler.step(optimizer)
+        hook.remove()
+        for _ in range(2):
+            with pytest.raises(
+                ProtocolError, match=r"step 0 failed on this rank .KeyboardInterrupt.* from a checkpoint"
+            ):
+                scaler.step(optimizer)
+        assert parameter.item() == 1.0
+        scaler.load_state_dict(saved)
+        train_step(scaler, optimizer, parameter.sum())
+        assert parameter.item() == 0.0
+
+    def test_one_optimizer_twice(self) -> None:
+        parameter, optimizer = sgd(1.0)
+        scaler = DistributedGradScaler("cpu")
+        scaler.scale(parameter.sum()).backward()
+        with pytest.raises(ProtocolError, match="one optimizer twice"):
+            scaler.step(optimizer, optimizer)
+        assert parameter.item() == 1.0
+
+    def test_fused_momentum_after_its_state_was_reset(self) -> None:
+        parameter, optimizer = sgd(*[1.0] * 64, momentum=0.9, fused=True)
+        scaler = DistributedGradScaler("cpu")
+        train_step(scaler, optimizer, parameter.sum())
+        optimizer.state.clear()
+        train_step(scaler, optimizer, parameter.sum(), math.inf)
+        assert not optimizer.state
+
+    def test_optimizer_that_compares_and_has_no_hash(self) -> None:
+        class Wrapper:
+            def __init__(self, inner: torch.optim.Optimizer) -> None:
+                self.param_groups, self.step = inner.param_groups, inner.step
+
+            def __eq__(self, other: object) -> bool:
+                return True
+
+        first, first_optimizer = sgd(0.0)
+        second, second_optimizer = sgd(0.0)
+        wrappers = [Wrapper(first_optimizer), Wrapper(second_optimizer)]
+        scaler = DistributedGradScaler("cpu", init_scale=8.0)
+        scaler.scale((first + second).sum()).backward()
+        scaler.unscale_(wrappers[0])  # type: ignore[arg-type]
+        scaler.step(*wrappers)  # type: ignore[arg-type]
+        scaler.update()
+        assert (first.item(), second.item()) == (-1.0, -1.0)
+
 
 class TestKindsOfGradient:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -372,6 +453,20 @@ class TestKindsOfGradient:
         assert parameter.tolist() == [0.5, 1.5]
         train_step(scaler, optimizer, (parameter * 0.5).sum(), math.nan)
         assert parameter.tolist() == [0.5, 1.5]
+
+    def test_expanded_gradient(self) -> None:
+        parameter, optimizer = sgd(1.0, 2.0, 3.0)
+        scaler = DistributedGradScaler("cpu", init_scale=4.0)
+        scaler.scale(parameter.sum()).backward()
+        parameter.grad = torch.full((1,), 4.0).expand(3)
+        scaler.step(optimizer)
+        assert parameter.tolist() == [0.0, 1.0, 2.0]
+
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+    def test_fp8_values_are_unscaled(self, dtype: torch.dtype) -> None:
+        values = torch.tensor([64.0, -3.0]).to(dtype)
+        scale_([values], torch.tensor(0.25))
+        assert values.float().tolist() == [16.0, -0.75]
 
     def test_sparse_gradient_whose_sum_overflows(self) -> None:
         # C22: each value is finite, the sum of the duplicates is not.
@@ -485,6 +580,33 @@ class TestWhatTheCallerSees:
         assert scaler.get_scale() == 2.0**17  # the veto neither counts as clean nor breaks the run of clean steps
         assert parameter.item() == -1.0
 
+    def test_veto_between_step_and_update_is_for_the_coming_step(self, caplog: pytest.LogCaptureFixture) -> None:
+        parameter, optimizer = sgd(1.0)
+        scaler = DistributedGradScaler("cpu")
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.veto("too late for this one")
+        scaler.update()
+        assert "too late for this one" in caplog.text
+        skipped = []
+        for _ in range(2):
+            train_step(scaler, optimizer, parameter.sum())
+            assert scaler.last_step is not None
+            skipped.append(scaler.last_step.skipped)
+        assert skipped == [True, False]
+
+    def test_reports_of_a_device_come_one_update_later_on_every_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # What decides is how often update() was called, never how fast a copy arrives.
+        monkeypatch.setattr(HostCopy, "is_instant", property(lambda self: False))
+        reports: list[StepReport] = []
+        parameter, optimizer = sgd(1.0, fused=True)
+        scaler = DistributedGradScaler("cpu", on_step=reports.append)
+        train_step(scaler, optimizer, parameter.sum())  # the first step of an optimizer is read at once
+        train_step(scaler, optimizer, parameter.sum())
+        for step in range(4):
+            train_step(scaler, optimizer, parameter.sum())
+            assert [report.step for report in reports] == list(range(step + 2))
+
 
 class TestPolicies:
     def test_hysteresis(self) -> None:
@@ -559,7 +681,8 @@ class TestPolicies:
         scaler.step(optimizer)
         scaler.update()
         assert parameter.item() == 0.0
-        assert (scaler.get_scale(), scaler.state_dict(), scaler.last_step) == (1.0, {}, None)
+        assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
+        assert scaler.last_step == StepReport(0, False, 1.0, 1.0, None, None, None, {})  # so that the same loop works
         scaler.load_state_dict({})
 
 
@@ -603,9 +726,16 @@ class TestMisuse:
             scaler.step(optimizer, lambda: 1.0)
         with pytest.raises(RuntimeError, match="got a int"):
             scaler.step(optimizer, 3)
+        with pytest.raises(RuntimeError, match="got a Linear"):
+            scaler.step(nn.Linear(1, 1))
         assert parameter.item() == 1.0
 
-    @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, torch.ones(2)])
+    def test_update_to_a_tensor_that_is_not_a_number(self) -> None:
+        scaler = DistributedGradScaler("cpu", 8.0)
+        scaler.update(torch.tensor(math.nan))
+        assert scaler.get_scale() == 8.0
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, torch.ones(2), "8", True])
     def test_update_to_an_impossible_scale(self, scale: float | torch.Tensor) -> None:
         with pytest.raises(ConfigError):
             DistributedGradScaler("cpu").update(scale)
@@ -623,6 +753,36 @@ class TestMisuse:
 
 
 class TestState:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"version": 0},
+            {"version": 2},
+            {"scale": 10**30 * 10**30},
+            {"step": 2**31 - 1},
+            {"blocked_steps": 2**31 - 1},
+            {"hysteresis_tracker": 5},
+            {"policy": "static"},
+        ],
+        ids=str,
+    )
+    def test_a_state_that_cannot_be_used_changes_nothing(self, change: dict[str, Any]) -> None:
+        scaler = DistributedGradScaler("cpu", 4.0)
+        before = scaler.state_dict()
+        with pytest.raises(ConfigError, match="saved scaler state"):
+            scaler.load_state_dict({**before, **change})
+        with pytest.raises(ConfigError, match="but a int"):
+            scaler.load_state_dict(5)  # type: ignore[arg-type]
+        assert scaler.state_dict() == before
+
+    def test_after_a_load_there_is_no_last_step(self) -> None:
+        parameter, optimizer = sgd(1.0)
+        scaler = DistributedGradScaler("cpu")
+        saved = scaler.state_dict()
+        train_step(scaler, optimizer, parameter.sum())
+        scaler.load_state_dict(saved)
+        assert scaler.last_step is None
+
     def test_pickle_and_deepcopy_go_on_where_it_was(self) -> None:
         parameter, optimizer = sgd(1.0)
         scaler = DistributedGradScaler("cpu", hysteresis=2, growth_interval=5)
