@@ -13,14 +13,25 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cluster import Cluster, default_num_ranks, leave_last_words
-from data import Text, load_text
-from distscale import ConfigError, DistScaleError, ProtocolError
-from distscale.config import Config, load_config
-from lock import RunLock
-from resume import ResumePoint, resume_point
-
 USAGE_ERROR = 2
+
+try:
+    # Needed later, but missed now, before torchrun starts.
+    import rich  # noqa: F401
+
+    from cluster import Cluster, default_num_ranks, leave_last_words
+    from data import Text, load_text
+    from distscale import ConfigError, DistScaleError, ProtocolError
+    from distscale.config import Config, load_config
+    from lock import RunLock
+    from resume import ResumePoint, resume_point
+except ModuleNotFoundError as missing:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        # distscale.config says it by itself.
+        known = f"launch/pretrain.py needs {missing.name}, which is not installed: pip install 'distscale[train]'"
+        print(f"error: {known if missing.name else missing}", file=sys.stderr)
+    sys.exit(USAGE_ERROR)
+
 # How torch's backends word it when a rank is gone; they raise plain RuntimeErrors.
 LOST_PEER_WORDS = (
     "closed by peer",

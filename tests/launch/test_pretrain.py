@@ -373,6 +373,23 @@ def test_errors_of_the_user_are_one_sentence_and_exit_code_2(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("module", ["pydantic", "rich"])
+def test_a_missing_extra_is_one_sentence(folder: Path, module: str) -> None:
+    code = f"import runpy, sys; sys.modules[{module!r}] = None; runpy.run_path({TORCHRUN[-1]!r}, run_name='__main__')"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "tiny.toml"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "launch")},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith("error: ")
+    assert ended.stderr.endswith(f"needs {module}, which is not installed: pip install 'distscale[train]'\n")
+    assert ended.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
