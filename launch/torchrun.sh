@@ -58,10 +58,15 @@ ranks=$(<"$folder/ranks")
 [[ $ranks =~ ^[0-9]+$ ]] || { echo "$ranks"; exit 0; }
 
 export DISTSCALE_STOP_FILE="$folder/stop" DISTSCALE_LAST_WORDS="$folder/last_words" DISTSCALE_LAUNCHER="$0"
-# A rank that hangs when the others have failed is not worth torchrun's half minute.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-5}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 agent=
+end_workers() {
+    local worker
+    for worker in $(cat /proc/"$agent"/task/*/children 2>/dev/null); do
+        kill -KILL "$worker" 2>/dev/null
+    done
+}
 stop() {
     if [[ ! -e $DISTSCALE_STOP_FILE ]]; then
         touch "$DISTSCALE_STOP_FILE"
@@ -69,11 +74,8 @@ stop() {
         return
     fi
     echo "ending at once" >&2
-    local worker
-    # torchrun gives its workers time on SIGTERM; these are not to have it.
-    for worker in $(cat /proc/"$agent"/task/*/children 2>/dev/null); do
-        kill -KILL "$worker" 2>/dev/null
-    done
+    # torchrun gives its workers half a minute on SIGTERM; these are not to have it.
+    end_workers
     kill -TERM "$agent" 2>/dev/null
 }
 trap stop INT TERM HUP
@@ -82,6 +84,14 @@ trap stop INT TERM HUP
 set -m
 torchrun --standalone --nproc-per-node "${NPROC:-$ranks}" "$launch/pretrain.py" "$@" &
 agent=$!
+# torchrun would give half a minute to a rank that hangs once another has failed, whatever its options say.
+{
+    while kill -0 "$agent" && [[ ! -s $DISTSCALE_LAST_WORDS ]]; do sleep 1; done
+    sleep 5
+    end_workers
+} >/dev/null 2>&1 &
+watch=$!
+disown "$watch"
 set +m
 
 # A trapped signal ends the wait, not the run; once the run has ended, wait tells its exit code again.
@@ -91,6 +101,7 @@ while kill -0 "$agent" 2>/dev/null; do
     wait "$agent"
     code=$?
 done
+kill -KILL -- -"$watch" 2>/dev/null
 # torchrun's report of the failure comes last otherwise.
 [[ $code != 0 && -s $DISTSCALE_LAST_WORDS ]] && cat "$DISTSCALE_LAST_WORDS" >&2
 exit "$code"
