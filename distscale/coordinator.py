@@ -16,7 +16,7 @@ from distscale.decision import Decision
 from distscale.exchange import agreed_loss_scale, judge, mark_rank, pack
 from distscale.policy import NoScaling, Outcome, Policy, ScaleState
 from distscale.reducers import Reducer, default_reducer
-from distscale.roster import Listing, NameSource, Roster
+from distscale.roster import NameSource, Roster
 from distscale.sweep import sweep
 from distscale.table import UNKNOWN, SlotTable, agree, digest
 
@@ -116,19 +116,19 @@ class Coordinator:
         if self._reducer is None:
             self._reducer = default_reducer(self._process_group)
         failure: Exception | None = None
-        listings: set[Listing] = set()
+        are_listed = True
         try:
-            listings = self.roster.meet(optimizers)
-            if self._table is None or listings - {Listing.LISTED}:
+            are_listed = self.roster.meet(optimizers)
+            if self._table is None or not are_listed:
                 # Ranks may have met the others at different times, so all list them as they are now.
                 self.roster.meet(self.roster.optimizers)
         except Exception as error:
             failure = error
         failure = failure or now.failure
-        if self._table is not None and listings - {Listing.LISTED}:
+        if self._table is not None and not are_listed:
             # Ranks that have nothing new are in their normal exchange: find that out there, not in a hang.
             self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now, _TABLE_CHANGES)
-        if self._table is None or listings - {Listing.LISTED}:
+        if self._table is None or not are_listed:
             settings = settings_of(now.policy, self.max_norm)
             self._table = agree(self._reducer, self.roster.names, settings, repr(failure) if failure else None)
             self.roster.mark_listed()

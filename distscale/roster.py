@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,24 +15,17 @@ from distscale.shards import is_here, shard_of
 from distscale.sweep import Part
 from distscale.table import SlotTable
 
-__all__ = ["Listing", "NameSource", "Roster"]
+__all__ = ["NameSource", "Roster"]
 
 NameSource = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-
-
-class Listing(Enum):
-    """Whether the parameters of an optimizer are in the table that the ranks have agreed on."""
-
-    NEW = "new"
-    LISTED = "listed"
-    CHANGED = "changed"
 
 
 @dataclass
 class _Entry:
     prefix: str
     named: list[tuple[str, Tensor]] = field(default_factory=list)
-    listing: Listing = Listing.NEW
+    is_listed: bool = False
+    """Whether the parameters are in the table that the ranks have agreed on."""
 
 
 class Roster:
@@ -63,9 +55,9 @@ class Roster:
         """Names of all tensors that this rank holds a part of, each once."""
         return list(dict.fromkeys(name for entry in self._entries.values() for name, _ in entry.named))
 
-    def meet(self, optimizers: Iterable[Optimizer]) -> set[Listing]:
-        """Lists the parameters of new or changed optimizers, and returns how the table of slots stands to each."""
-        found = set()
+    def meet(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Lists the parameters of new or changed optimizers. Returns whether all are in the agreed table."""
+        are_listed = True
         for optimizer in optimizers:
             params = [param for group in optimizer.param_groups for param in group["params"] if is_here(param)]
             entry = self._entries.get(optimizer)
@@ -76,14 +68,14 @@ class Roster:
                 a is not b for (_, a), b in zip(entry.named, params, strict=True)
             ):
                 entry.named = self._name(optimizer, entry.prefix)
-                entry.listing = Listing.NEW if entry.listing is Listing.NEW else Listing.CHANGED
-            found.add(entry.listing)
-        return found
+                entry.is_listed = False
+            are_listed &= entry.is_listed
+        return are_listed
 
     def mark_listed(self) -> None:
         """Notes that all names are in the table that the ranks have agreed on."""
         for entry in self._entries.values():
-            entry.listing = Listing.LISTED
+            entry.is_listed = True
 
     def parts(self, optimizers: Iterable[Optimizer], table: SlotTable, unscaled: Sequence[Optimizer]) -> list[Part]:
         """What is to be swept: every gradient that this rank holds, once, however many optimizers share it."""

@@ -119,7 +119,8 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         watch.mark("scaler ends")
-        report = self.scaler.last_step or _unchecked(self.step)
+        report = self.scaler.last_step
+        assert report is not None
         self.optimizer.zero_grad(set_to_none=True)
         watch.mark("step ends")
 
@@ -198,17 +199,3 @@ class Trainer:
                     counts[name] += count_losses(grad, dtype, inv_scale)
         of_ranks = self._cluster.gather(counts)
         return {name: vars(sum((counts[name] for counts in of_ranks), LossCounts())) for name in FORMATS}
-
-
-def _unchecked(step: int) -> StepReport:
-    """The report of a disabled scaler, which applies every step and knows nothing about it."""
-    return StepReport(
-        step=step,
-        skipped=False,
-        scale=1.0,
-        next_scale=1.0,
-        grad_norm=None,
-        clip_coef=None,
-        culprit=None,
-        amax={},
-    )
