@@ -16,6 +16,7 @@ from distscale.policy import MAX_COUNT, MAX_SCALE, DynamicScale, Policy, is_numb
 __all__ = ["TORCH_RULE_FIELDS", "VERSION", "SavedState", "decode", "encode"]
 
 VERSION = 1
+_MOST_STEPS = MAX_COUNT // 2  # leaves room to count on in int32
 TORCH_RULE_FIELDS = ("growth_factor", "backoff_factor", "growth_interval")
 _RULE_FIELDS = (*TORCH_RULE_FIELDS, "hysteresis", "min_scale", "max_scale")
 
@@ -99,8 +100,8 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
         scale=policy.init_scale,
         growth_tracker=_count(saved, "_growth_tracker"),
         hysteresis_tracker=hysteresis_tracker,
-        blocked_steps=_count(saved, "blocked_steps", 0),
-        step=_count(saved, "step", 0),
+        blocked_steps=_count(saved, "blocked_steps", 0, most=_MOST_STEPS),
+        step=_count(saved, "step", 0, most=_MOST_STEPS),
     )
     if changed:
         warnings.warn(f"the loaded scaler state changes {', '.join(changed)}", stacklevel=3)
@@ -114,10 +115,10 @@ def _number(saved: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def _count(saved: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _count(saved: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_COUNT) -> int:
     value = saved.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_COUNT // 2:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
         raise ConfigError(
-            f"the saved scaler state cannot be used: {key} is {value!r}, not a whole number from 0 to 2^30"
+            f"the saved scaler state cannot be used: {key} is {value!r}, not a whole number from 0 to {most}"
         )
     return value

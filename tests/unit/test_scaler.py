@@ -775,6 +775,14 @@ class TestState:
             scaler.load_state_dict(5)  # type: ignore[arg-type]
         assert scaler.state_dict() == before
 
+    def test_every_rule_that_can_be_built_can_be_saved(self) -> None:
+        # A growth_interval of 2^31 - 1 is a way to say never.
+        rule = {"growth_interval": 2**31 - 1, "hysteresis": 2**31 - 1}
+        scaler = DistributedGradScaler("cpu", **rule)  # type: ignore[arg-type]
+        saved = scaler.state_dict()
+        scaler.load_state_dict(saved)
+        assert scaler.state_dict() == saved
+
     def test_after_a_load_there_is_no_last_step(self) -> None:
         parameter, optimizer = sgd(1.0)
         scaler = DistributedGradScaler("cpu")
