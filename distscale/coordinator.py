@@ -141,9 +141,12 @@ class Coordinator:
         """
         reducer = self._reducer
         assert reducer is not None
-        settings = settings_of(now.policy, self.max_norm)
-        sent = self._digest(now) if digest is None else digest
-        decision.raise_if_broken(lambda: reducer.gather({**settings, **now.agreed_values(sent)}))
+
+        def gather_values() -> list[dict[str, object]]:
+            sent = self._digest(now) if digest is None else digest
+            return reducer.gather({**settings_of(now.policy, self.max_norm), **now.agreed_values(sent)})
+
+        decision.raise_if_broken(gather_values)
 
     def _digest(self, now: Situation) -> int:
         """Of the table and of the settings, which may change on all ranks alike. 31 bits."""

@@ -114,7 +114,6 @@ class DistributedGradScaler(ScaleKeeper):
         self._reports = ReportQueue(on_step, max_consecutive_skips)
         self._loss_scale: Tensor | None = None  # what the gradients carry; None until this rank scales a loss
         self._stepped: list[Optimizer] = []  # since a loss was last scaled: whose gradients cannot be waiting
-        # Fused ones, with the parameters that they have stepped; these are held, so that their ids stay theirs.
         self._warm: MutableMapping[Optimizer, _Warm] = WeakIdKeyDictionary()
         self._stop_requested = False
         self._failure: Exception | None = None  # that left this rank's parameters in doubt
