@@ -24,6 +24,7 @@ __all__ = [
     "error_of",
     "full_norm",
     "local",
+    "on_all",
     "poison",
     "results_by_case",
     "run_step",
@@ -118,3 +119,10 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def on_all(by_rank: list[Any]) -> Any:
+    """What every rank saw."""
+    for seen in by_rank:
+        assert seen == by_rank[0]
+    return by_rank[0]

@@ -11,6 +11,7 @@ from cases import (
     OPTIMIZERS,
     counted,
     error_of,
+    on_all,
     poison,
     results_by_case,
     run_step,
@@ -378,13 +379,6 @@ CASES = [skip_and_step, clipping, syncs, c33, two_optimizers, after_unscaling, c
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Any]]:
     return results_by_case(CASES, WORLD_SIZE)
-
-
-def on_all(by_rank: list[Any]) -> Any:
-    """What every rank saw."""
-    for seen in by_rank:
-        assert seen == by_rank[0]
-    return by_rank[0]
 
 
 def test_c34_a_skip_touches_nothing_and_a_step_is_exact(results: dict[str, list[Any]]) -> None:

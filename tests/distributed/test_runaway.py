@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from cases import OPTIMIZERS, counted, error_of, poison, results_by_case, run_step, set_grad, snapshot, tiny_model
+from cases import (
+    OPTIMIZERS,
+    counted,
+    error_of,
+    on_all,
+    poison,
+    results_by_case,
+    run_step,
+    set_grad,
+    snapshot,
+    tiny_model,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -248,13 +259,6 @@ CASES = [
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Any]]:
     return results_by_case(CASES, WORLD_SIZE)
-
-
-def on_all(by_rank: list[Any]) -> Any:
-    """What every rank saw."""
-    for seen in by_rank:
-        assert seen == by_rank[0]
-    return by_rank[0]
 
 
 def test_c10_the_scale_stops_at_its_floor(results: dict[str, list[Any]]) -> None:
