@@ -163,10 +163,10 @@ class Coordinator:
         want_norm = self.max_norm is not None
         try:
             parts = self.roster.parts(optimizers, table, now.unscaled) if failure is None else []
-            slots, sums = sweep(parts, len(table.names), inv_scale, want_norm, device)
+            slots, sums, _ = sweep(parts, len(table.names), inv_scale, want_norm, device)
         except Exception as error:
             failure = error
-            slots, sums = sweep([], len(table.names), inv_scale, want_norm, device)
+            slots, sums, _ = sweep([], len(table.names), inv_scale, want_norm, device)
         has_scaled = now.has_scaled or isinstance(now.policy, NoScaling)
         flags = (now.stop, failure is not None, now.veto, has_scaled, not now.reads)
         maxima = pack(

@@ -13,6 +13,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from distscale.sweep import Count, Limits, Part, sweep
+
 __all__ = ["FORMATS", "LossCounts", "count_losses"]
 
 FORMATS: Mapping[str, torch.dtype] = MappingProxyType(
@@ -59,14 +61,7 @@ def count_losses(tensor: Tensor, dtype: torch.dtype, inv_scale: float = 1.0) -> 
 
     Collective: no. Syncs host: yes.
     """
-    info = torch.finfo(dtype)
-    smallest_subnormal = info.smallest_normal * info.eps
-    # The tie at half the smallest subnormal goes to zero, which is even; the tie below the smallest normal
-    # goes to that number, whose last bit is even too.
-    zero_up_to = smallest_subnormal / 2 / inv_scale
-    normal_from = (info.smallest_normal - smallest_subnormal / 2) / inv_scale
-    magnitude = tensor.detach().abs().double()
-    nonzero = torch.count_nonzero(magnitude)
-    lost = torch.count_nonzero((magnitude > 0) & (magnitude <= zero_up_to))
-    subnormal = torch.count_nonzero((magnitude > zero_up_to) & (magnitude < normal_from))
-    return LossCounts(int(nonzero), int(lost), int(subnormal))
+    inv = torch.tensor(inv_scale, dtype=torch.float64, device=tensor.device)
+    part = Part(tensor.detach(), slot=0, weight=1.0, is_scaled=True)
+    counts = sweep([part], 1, inv, False, tensor.device, limits=Limits.of(dtype)).counts[0].tolist()
+    return LossCounts(tensor.numel() - counts[Count.ZERO], counts[Count.LOST], counts[Count.SUBNORMAL])

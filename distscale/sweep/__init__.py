@@ -4,75 +4,76 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distscale.sweep.reference import INF_BITS as INF_BITS
-from distscale.sweep.reference import amax_bits as amax_bits
-from distscale.sweep.reference import scale_ as scale_
-from distscale.sweep.reference import sum_of_squares as sum_of_squares
+from distscale.sweep import reference
+from distscale.sweep.choice import Backend, backend_for
+from distscale.sweep.parts import INF_BITS as INF_BITS
+from distscale.sweep.parts import Count as Count
+from distscale.sweep.parts import Limits as Limits
+from distscale.sweep.parts import Part as Part
+from distscale.sweep.parts import Request, Swept
+from distscale.sweep.reference import amax_bits
 
-__all__ = ["INF_BITS", "Part", "amax_bits", "loss_bits", "scale_", "sum_of_squares", "sweep"]
-
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One shard to sweep."""
-
-    values: Tensor
-    """Dense, real, any floating dtype and device."""
-    slot: int
-    weight: float
-    """1 / replicas: over all ranks, the weighted parts add up to one full gradient."""
-    is_scaled: bool
-    """Whether the values still carry the loss scale."""
+__all__ = ["INF_BITS", "Count", "Limits", "Part", "Swept", "loss_bits", "scale_", "sweep"]
 
 
 def sweep(
-    parts: Sequence[Part], num_slots: int, inv_scale: Tensor, want_norm: bool, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Checks and measures every shard.
+    parts: Sequence[Part],
+    num_slots: int,
+    inv_scale: Tensor,
+    want_norm: bool,
+    device: torch.device,
+    *,
+    num_groups: int = 1,
+    limits: Limits | None = None,
+) -> Swept:
+    """Checks and measures every shard in one read, and unscales those that have an ``out``.
 
     Args:
-        parts: at most one for each slot.
+        parts: on any mix of devices, dtypes and shapes.
         num_slots: length of the slot table.
         inv_scale: float64, shape (): reciprocal of the scale that scaled parts carry.
-        want_norm: whether to form the sum of squares.
+        want_norm: whether to form the sums of squares.
         device: of the results.
+        num_groups: of sums of squares.
+        limits: of the format to count losses for; None: count non-finite values only.
 
-    Returns:
-        amax bits for each slot, int32, shape (num_slots,), of the unscaled values; a slot whose amax is finite now and
-        would not be after unscaling, in its own dtype, reads as inf. And the weighted sum of squares of the unscaled
-        values, float64, shape (1,), or None.
+    Raises:
+        TypeError: for a dtype that is not fp64, fp32, fp16, bf16, e4m3fn or e5m2.
 
     Collective: no. Syncs host: no, if all parts are on ``device``.
     """
+    request = Request(num_slots, inv_scale, want_norm, num_groups, limits)
+    answers = [backend.sweep(here, request) for backend, here in _by_backend(parts)]
+    if len(answers) == 1 and answers[0].slots.device == device:
+        return answers[0]
     slots = torch.zeros(num_slots, dtype=torch.int32, device=device)
-    total = torch.zeros(1, dtype=torch.float64, device=device) if want_norm else None
-    by_place: dict[tuple[torch.device, bool], list[Part]] = defaultdict(list)
-    for part in parts:
-        by_place[part.values.device, part.is_scaled].append(part)
-    for (place, is_scaled), here in by_place.items():
-        inv = inv_scale.to(place, non_blocking=True) if is_scaled else _constant((1.0,), torch.float64, place)[0]
-        values = [part.values for part in here]
-        bits = amax_bits(values)
-        limits = _constant(tuple(_largest(part.values.dtype) for part in here), torch.float64, place)
-        unscaled = bits.view(torch.float32).double() * inv
-        finite = torch.where(unscaled > limits, INF_BITS, unscaled.clamp(max=_FLOAT32_MAX).float().view(torch.int32))
-        # Where there is nothing to unscale, the bits stay as they are: arithmetic could flush a subnormal to zero.
-        bits = torch.where((bits >= INF_BITS) | (inv == 1), bits, finite)
-        index = _constant(tuple(part.slot for part in here), torch.int64, device)
-        slots.index_copy_(0, index, bits.to(device, non_blocking=True))
-        if total is not None:
-            weights = _constant(tuple(part.weight for part in here), torch.float64, place)
-            total += (torch.dot(weights, sum_of_squares(values)) * inv * inv).to(device, non_blocking=True)
-    return slots, total
+    sums = torch.zeros(num_groups, dtype=torch.float64, device=device) if want_norm else None
+    counts = torch.zeros(num_slots, len(Count), dtype=torch.int64, device=device)
+    for answer in answers:
+        torch.maximum(slots, answer.slots.to(device, non_blocking=True), out=slots)
+        counts += answer.counts.to(device, non_blocking=True)
+        if sums is not None and answer.sums is not None:
+            sums += answer.sums.to(device, non_blocking=True)
+    return Swept(slots, sums, counts)
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+    """Multiplies every tensor in place by ``factor``; the product is formed in fp32 (fp64 for fp64).
+
+    Args:
+        tensors: on any mix of devices, dtypes and shapes.
+        factor: fp32, one element, on any device.
+        found_inf: fp32, one element, on any device: nothing is touched unless it is 0.
+
+    Collective: no. Syncs host: no, if both are on the device of the tensors.
+    """
+    for backend, here in _by_backend([Part(tensor, 0, 1.0, False) for tensor in tensors]):
+        backend.scale_([part.values for part in here], factor, found_inf)
 
 
 def loss_bits(loss: Tensor) -> Tensor:
@@ -85,12 +86,16 @@ def loss_bits(loss: Tensor) -> Tensor:
     return amax_bits([local])[0]
 
 
-def _largest(dtype: torch.dtype) -> float:
-    """The largest magnitude that an unscaled value may have; amax is known up to float32's range only."""
-    return min(torch.finfo(dtype).max, _FLOAT32_MAX) if dtype is not torch.float64 else float("inf")
-
-
-@lru_cache(maxsize=64)
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor that is the same at every step, so that it is copied to the device once."""
-    return torch.tensor(values, dtype=dtype, device=device)
+def _by_backend(parts: Sequence[Part]) -> list[tuple[Backend, Sequence[Part]]]:
+    """The parts of each device and backend, none of them empty of parts."""
+    places = {part.values.device for part in parts}
+    if len(places) == 1:
+        native = backend_for(places.pop())
+        if native.takes(parts):
+            return [(native, parts)]
+    by_backend: dict[tuple[Backend, torch.device], list[Part]] = defaultdict(list)
+    for part in parts:
+        native = backend_for(part.values.device)
+        backend: Backend = native if native.takes([part]) else reference
+        by_backend[backend, part.values.device].append(part)
+    return [(backend, here) for (backend, _), here in by_backend.items()]

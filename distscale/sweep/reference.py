@@ -1,4 +1,4 @@
-"""The sweep in plain torch: the specification that the native kernels are tested against.
+"""The sweep in plain torch: the specification that the native code is tested against, and the fallback.
 
 ``|g|`` of a floating-point number, its bits read as a signed integer, is ordered like the number, and inf and NaN lie
 above every finite value. So the integer maximum of the bits is at once the amax and the non-finite flag. Unlike a
@@ -7,16 +7,18 @@ floating-point maximum it cannot lose a NaN, and it does not depend on the flush
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["INF_BITS", "amax_bits", "scale_", "sum_of_squares"]
+from distscale.sweep.parts import INF_BITS, Count, Limits, Part, Request, Swept
 
-INF_BITS = 0x7F800000
-"""Bits of a float32 inf; NaN lies above, every finite value below."""
+__all__ = ["amax_bits", "scale_", "sum_of_squares", "sweep", "takes"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SAME_WIDTH_INT = {
@@ -30,6 +32,52 @@ _SAME_WIDTH_INT = {
 # Temporaries are one chunk large, whatever the gradient's size. On the CPU a chunk fits the cache.
 _CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
+
+
+def sweep(parts: Sequence[Part], request: Request) -> Swept:
+    """Checks and measures parts of one device, any mix of fp64, fp32, fp16, bf16, e4m3fn and e5m2.
+
+    Raises:
+        TypeError: for another dtype.
+
+    Collective: no. Syncs host: no.
+    """
+    with _subnormals_kept():
+        return _sweep(parts, request)
+
+
+def _sweep(parts: Sequence[Part], request: Request) -> Swept:
+    place = parts[0].values.device
+    values = [part.values for part in parts]
+    inv_scale = request.inv_scale.to(place, non_blocking=True)
+    factors = torch.stack([_factor(part, inv_scale) for part in parts])
+    largest = _constant(tuple(_largest(part) for part in parts), torch.float64, place)
+    bits = _unscaled_amax_bits(amax_bits(values), factors, largest)
+    slots = torch.zeros(request.num_slots, dtype=torch.int32, device=place)
+    slot_of = _constant(tuple(part.slot for part in parts), torch.int64, place)
+    slots.scatter_reduce_(0, slot_of, bits, "amax")
+
+    sums = None
+    if request.want_norm:
+        weights = _constant(tuple(part.weight for part in parts), torch.float64, place)
+        group_of = _constant(tuple(part.group for part in parts), torch.int64, place)
+        squares = sum_of_squares(values) * weights * factors * factors
+        sums = torch.zeros(request.num_groups, dtype=torch.float64, device=place).scatter_add_(0, group_of, squares)
+
+    counts = torch.zeros(request.num_slots, len(Count), dtype=torch.int64, device=place)
+    # What lies in the host's memory is asked before a count that is likely to be zero; a device is not.
+    worth_counting = (bits >= INF_BITS).tolist() if place.type == "cpu" else [True] * len(parts)
+    for part, factor, is_worth_it in zip(parts, factors.unbind(), worth_counting, strict=True):
+        if is_worth_it or request.limits is not None:
+            counts[part.slot] += _count(part.values, factor, request.limits)
+        if part.out is not None:
+            _unscale(part.values, factor.float(), part.out)
+    return Swept(slots, sums, counts)
+
+
+def takes(parts: Sequence[Part]) -> bool:
+    """Every tensor that can be swept at all."""
+    return True
 
 
 def amax_bits(shards: Sequence[Tensor]) -> Tensor:
@@ -75,28 +123,115 @@ def sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
     scratch = _scratch(shards, torch.float64)
     sums = scratch.new_zeros(len(shards))
     for total, shard in zip(sums.unbind(), shards, strict=True):
-        for chunk in _chunks(shard):
-            wide = scratch[: chunk.numel()].copy_(chunk)
+        for (chunk,) in _chunks(shard):
+            wide = scratch[: chunk.numel()]
+            wide.view(chunk.shape).copy_(chunk)
             total += torch.dot(wide, wide)
     return sums
 
 
-def scale_(shards: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies every shard in place by ``factor`` (fp32, shape (), on any device); the product is formed in fp32.
+def scale_(shards: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = None) -> None:
+    """Multiplies every shard in place by ``factor``; the product is formed in fp32 (fp64 for fp64).
 
-    Collective: no. Syncs host: no, if ``factor`` is on the shards' device.
+    Args:
+        shards: as for :func:`amax_bits`, any mix of devices.
+        factor: fp32, one element, on any device.
+        found_inf: fp32, one element; the shards stay as they are if it is not 0.
+
+    Collective: no. Syncs host: no, if the numbers are on the shards' device.
     """
+    if found_inf is not None:
+        if found_inf.device.type == "cpu" and found_inf != 0:
+            return
+        factor = torch.where(found_inf.to(factor.device) == 0, factor, 1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for shard in shards:
         if shard.numel():
             by_kind[shard.device, shard.dtype].append(shard)
-    for (device, dtype), tensors in by_kind.items():
-        here = factor.to(device, non_blocking=True)
-        if dtype.itemsize > 1:
-            torch._foreach_mul_(tensors, here)
-        else:  # FP8 knows no arithmetic in torch
-            for tensor in tensors:
-                tensor.copy_(tensor.float() * here)
+    with _subnormals_kept():
+        for (device, dtype), tensors in by_kind.items():
+            here = factor.to(device, non_blocking=True).view(())
+            if dtype.itemsize > 1:
+                torch._foreach_mul_(tensors, here)
+            else:  # FP8 knows no arithmetic in torch
+                for tensor in tensors:
+                    _unscale(tensor, here, tensor)
+
+
+@contextmanager
+def _subnormals_kept() -> Iterator[None]:
+    """Ends this thread's flush-to-zero mode on the CPU for a while.
+
+    The threads of torch's pool have the mode of the thread that made them, for good, so they get no work then.
+    """
+    if sys.float_info.min * 0.5 != 0:
+        yield
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(True)
+        torch.set_num_threads(num_threads)
+
+
+def _unscaled_amax_bits(bits: Tensor, factors: Tensor, largest: Tensor) -> Tensor:
+    """Bits of ``amax * factor``, rounded to nearest, or of inf if that is larger than ``largest``."""
+    unscaled = bits.view(torch.float32).double() * factors
+    unscaled = torch.where(unscaled <= largest, unscaled.clamp(max=_FLOAT32_MAX), torch.inf)
+    return torch.where(bits >= INF_BITS, bits, unscaled.float().view(torch.int32))
+
+
+def _factor(part: Part, inv_scale: Tensor) -> Tensor:
+    """What unscales the values: float64, shape ()."""
+    factor = inv_scale if part.is_scaled else torch.ones_like(inv_scale)
+    return factor if part.scale_inv is None else factor * part.scale_inv.detach().double().view(())
+
+
+def _largest(part: Part) -> float:
+    """The largest magnitude that an unscaled value may have; amax is known up to float32's range only."""
+    dtype = part.values.dtype if part.out is None else part.out.dtype
+    if dtype is torch.float64:
+        return float("inf")
+    if part.out is None and part.scale_inv is not None:
+        return _FLOAT32_MAX
+    return min(torch.finfo(dtype).max, _FLOAT32_MAX)
+
+
+def _count(values: Tensor, factor: Tensor, limits: Limits | None) -> Tensor:
+    """int64, shape (len(Count),)."""
+    counts = torch.zeros(len(Count), dtype=torch.int64, device=values.device)
+    integer = _SAME_WIDTH_INT[values.dtype]
+    largest = torch.tensor([torch.finfo(values.dtype).max], dtype=values.dtype).view(integer).item()
+    for (chunk,) in _chunks(values):
+        codes = chunk.view(integer) & torch.iinfo(integer).max
+        counts[Count.NONFINITE] += (codes > largest).sum()
+        if limits is None:
+            continue
+        magnitudes = codes.view(values.dtype).double()
+        # Not inf, which is no value that can be lost.
+        bounds = (_constant(tuple(limits), torch.float64, values.device) / factor).clamp(max=sys.float_info.max)
+        counts[Count.ZERO] += (magnitudes == 0).sum()
+        counts[Count.LOST] += ((magnitudes != 0) & (magnitudes <= bounds[0])).sum()
+        counts[Count.SUBNORMAL] += ((magnitudes > bounds[0]) & (magnitudes < bounds[1])).sum()
+    return counts
+
+
+def _unscale(values: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Writes ``values * factor``, formed in fp32 (fp64 for fp64), into ``out``, which may be ``values``.
+
+    FP8 saturates at its largest finite value; inf and NaN stay what they are, or become NaN in a format without inf.
+    """
+    for chunk, target in _chunks(values, out):
+        product = (chunk if chunk.dtype is torch.float64 else chunk.float()) * factor
+        if out.dtype.itemsize == 1:
+            limit = torch.finfo(out.dtype).max
+            saturated = product.clamp(-limit, limit)
+            without_inf = product if out.dtype is torch.float8_e5m2 else float("nan")
+            product = torch.where(product.isfinite(), saturated, without_inf)
+        target.copy_(product)
 
 
 def _native_amax_bits(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -108,14 +243,16 @@ def _native_amax_bits(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     scratch = _scratch(shards, integer)
     maxima = scratch.new_zeros(len(shards))
     for largest, shard in zip(maxima.unbind(), shards, strict=True):
-        for chunk in _chunks(shard):
-            magnitudes = scratch[: chunk.numel()]
+        for (chunk,) in _chunks(shard):
+            magnitudes = scratch[: chunk.numel()].view(chunk.shape)
             torch.bitwise_and(chunk.view(integer), torch.iinfo(integer).max, out=magnitudes)
             torch.maximum(largest, magnitudes.max(), out=largest)
     return maxima
 
 
 def _as_float32_bits(native: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype is torch.float32:
+        return native
     values = native.view(dtype)
     if dtype is torch.float64:
         values = torch.where(values.isfinite(), values.clamp(max=_FLOAT32_MAX), values)
@@ -133,15 +270,25 @@ def _chunk_size(device: torch.device) -> int:
     return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
 
 
-def _chunks(shard: Tensor) -> Sequence[Tensor]:
-    """The shard's values in storage order, in pieces; none if it is empty."""
-    flat = _flat(shard)
-    return torch.split(flat, _chunk_size(shard.device)) if flat.numel() else ()
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape in views of at most a chunk; in the storage order of the first, flat if strides allow it."""
+    strides = tensors[0].stride()
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    tensors = tuple(tensor.detach().permute(order) for tensor in tensors)
+    if all(tensor.is_contiguous() for tensor in tensors):
+        tensors = tuple(tensor.view(-1) for tensor in tensors)
+    numel, size = tensors[0].numel(), _chunk_size(tensors[0].device)
+    if numel <= size:
+        if numel:
+            yield tensors
+    elif (row := numel // len(tensors[0])) <= size:
+        yield from zip(*(torch.split(tensor, size // row) for tensor in tensors), strict=True)
+    else:
+        for rows in zip(*(tensor.unbind() for tensor in tensors), strict=True):
+            yield from _chunks(*rows)
 
 
-def _flat(shard: Tensor) -> Tensor:
-    """All values in storage order, without a copy where the shard is dense in memory, whatever its strides."""
-    if not shard.is_contiguous():
-        strides = shard.stride()
-        shard = shard.permute(sorted(range(shard.ndim), key=lambda dim: -strides[dim]))
-    return shard.detach().reshape(-1)
+@lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor that is the same at every step, so that it is copied to the device once."""
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from distscale import exchange
 from distscale.exchange import Agreed, Flag
 from distscale.policy import ScaleState
-from distscale.sweep import INF_BITS, amax_bits
+from distscale.sweep import INF_BITS
+from distscale.sweep.reference import amax_bits
 
 
 def state(scale: float = 1024.0, growth: int = 3, hysteresis: int = 1, blocked: int = 0) -> ScaleState:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distscale.sweep import INF_BITS, Part, amax_bits, loss_bits, scale_, sum_of_squares, sweep
+from distscale.sweep import INF_BITS, Part, loss_bits, scale_, sweep
+from distscale.sweep.reference import amax_bits, sum_of_squares
 
 FORMATS = [
     (torch.float16, np.dtype(np.float16), 16),
@@ -68,7 +69,7 @@ def test_fp32_subnormal_keeps_its_value_through_the_whole_sweep(flush_mode: bool
     shard = torch.tensor([expected], dtype=torch.int32).view(torch.float32)
     for is_scaled in (False, True):
         part = Part(shard, slot=0, weight=1.0, is_scaled=is_scaled)
-        slots, _ = sweep([part], 1, torch.tensor(1.0, dtype=torch.float64), False, CPU)
+        slots, _, _ = sweep([part], 1, torch.tensor(1.0, dtype=torch.float64), False, CPU)
         assert slots.tolist() == [expected]
 
 
@@ -111,7 +112,7 @@ def test_squares_do_not_overflow_at_a_large_scale() -> None:
     # C30: gradients of 1e-3 at scale 2^80 are finite, their fp32 squares are not.
     shard = torch.full((1000,), 1e-3) * 2.0**80
     part = Part(shard, slot=0, weight=1.0, is_scaled=True)
-    slots, sums = sweep([part], 1, torch.tensor(2.0**-80, dtype=torch.float64), True, CPU)
+    slots, sums, _ = sweep([part], 1, torch.tensor(2.0**-80, dtype=torch.float64), True, CPU)
     assert (slots < INF_BITS).all()
     assert sums is not None
     assert sums.sqrt().item() == pytest.approx(1e-3 * math.sqrt(1000), rel=1e-6)
@@ -130,7 +131,7 @@ def test_squares_do_not_overflow_at_a_large_scale() -> None:
 def test_overflow_by_unscaling_is_found(dtype: torch.dtype, value: float, scale: float, is_bad: bool) -> None:
     part = Part(torch.tensor([value], dtype=dtype), slot=1, weight=1.0, is_scaled=True)
     inv_scale = torch.tensor(1 / scale, dtype=torch.float64)
-    slots, _ = sweep([part], 3, inv_scale, False, CPU)
+    slots, _, _ = sweep([part], 3, inv_scale, False, CPU)
     assert (slots >= INF_BITS).tolist() == [False, is_bad, False]
     unscaled = part.values.clone()
     scale_([unscaled], inv_scale.float())
@@ -154,14 +155,14 @@ def test_mixed_dtypes_weights_and_slots() -> None:
         Part(torch.tensor([1.0, 2.0], dtype=torch.float64), slot=3, weight=1.0, is_scaled=False),
         Part(torch.tensor([-16.0]).bfloat16(), slot=4, weight=0.25, is_scaled=True),
     ]
-    slots, sums = sweep(parts, 5, torch.tensor(0.5, dtype=torch.float64), True, CPU)
+    slots, sums, _ = sweep(parts, 5, torch.tensor(0.5, dtype=torch.float64), True, CPU)
     assert slots.view(torch.float32).tolist() == [4.0, 0.0, 2.0, 2.0, 8.0]
     assert sums is not None
     assert sums.item() == (25 * 0.5 + 64 + 256 * 0.25) / 4 + 5
 
 
 def test_no_part_at_all() -> None:
-    slots, sums = sweep([], 2, torch.tensor(1.0, dtype=torch.float64), True, CPU)
+    slots, sums, _ = sweep([], 2, torch.tensor(1.0, dtype=torch.float64), True, CPU)
     assert slots.tolist() == [0, 0]
     assert sums is not None
     assert sums.tolist() == [0.0]
