@@ -1,0 +1,214 @@
+// The CPU library: a plain C interface, called by cpu.py through ctypes. No state outlives a call.
+#include <atomic>
+#include <cfenv>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+
+#define DISTSCALE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace distscale {
+namespace {
+
+constexpr i32 kAbi = 1;                     // raised with every change of the functions below or of sweep.h; see cpu.py
+constexpr i64 kChunk = 64 * kBlock;         // values that a thread takes at a time
+constexpr i64 kBytesPerThread = 512 << 10;  // what makes up for starting one
+
+// Kernels of the best instruction set that this CPU has, or of the one that DISTSCALE_ISA names if it has that.
+const Kernels& choose_kernels() {
+  const char* name = std::getenv("DISTSCALE_ISA");
+  const auto may_be = [name](const char* isa) { return !name || !*name || !std::strcmp(name, isa); };
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && may_be("avx512")) return kernels_avx512;
+  if (avx2 && may_be("avx2")) return kernels_avx2;
+#endif
+  return kernels_plain;
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose_kernels();
+  return chosen;
+}
+
+// Rounding to nearest, and no flushing of subnormal numbers to zero, as long as it lives.
+class DefaultFloats {
+ public:
+  DefaultFloats() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloats() { std::fesetenv(&saved_); }
+  DefaultFloats(const DefaultFloats&) = delete;
+  DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
+
+// Calls work(i) once for every i below `count`, on at most `threads` threads; this one is the first of them.
+template <class Work>
+void in_parallel(i64 count, i64 bytes, i64 threads, const Work& work) {
+  std::atomic<i64> next{0};
+  const auto take = [&] {
+    const DefaultFloats mode;
+    for (i64 i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+  };
+  const i64 worthwhile = bytes / kBytesPerThread;
+  if (threads > worthwhile) threads = worthwhile;
+  std::vector<std::thread> others;
+  try {
+    for (i64 i = 1; i < threads; ++i) others.emplace_back(take);
+  } catch (const std::system_error&) {
+    // There may be no more threads; those that there are do all the work.
+  }
+  take();
+  for (std::thread& other : others) other.join();
+}
+
+struct Chunk {
+  const Part* part;
+  i64 begin;
+  u32 amax = 0;
+  double squares = 0.0;
+  i64 counts[kNumCounts] = {};
+};
+
+i64 bytes_of(const Part* parts, i64 count) {
+  i64 bytes = 0;
+  for (i64 i = 0; i < count; ++i) bytes += parts[i].numel * size_of(parts[i].dtype);
+  return bytes;
+}
+
+std::vector<Chunk> chunks_of(const Part* parts, i64 count) {
+  std::vector<Chunk> chunks;
+  for (const Part* part = parts; part != parts + count; ++part) {
+    for (i64 begin = 0; begin < part->numel; begin += kChunk) chunks.push_back({part, begin});
+  }
+  return chunks;
+}
+
+// Calls work(values, number of values, offset in the part) for every block of a chunk.
+template <class Work>
+void for_each_block(const Chunk& chunk, const Work& work) {
+  const Part& part = *chunk.part;
+  const i64 end = part.numel - chunk.begin < kChunk ? part.numel : chunk.begin + kChunk;
+  for (i64 begin = chunk.begin; begin < end; begin += kBlock) {
+    const char* values = static_cast<const char*>(part.values) + begin * size_of(part.dtype);
+    work(values, end - begin < kBlock ? end - begin : kBlock, begin);
+  }
+}
+
+void* out_at(const Part& part, i64 offset) { return static_cast<char*>(part.out) + offset * size_of(part.out_dtype); }
+
+u32 bound(double limit, bool inclusive) { return limit > 0.0 ? largest_up_to(limit, inclusive) : 0; }
+
+void sweep_chunk(Chunk& chunk, double inv_scale, const Limits* limits) {
+  const Part& part = *chunk.part;
+  const double factor = factor_of(part, inv_scale);
+  const Bounds bounds =
+      limits ? Bounds{bound(limits->zero_up_to / factor, true), bound(limits->normal_from / factor, false)} : Bounds{};
+  i64 counts[kNumCounts] = {};
+  for_each_block(chunk, [&](const void* values, i64 count, i64 offset) {
+    const Measured measured = kernels().measure[part.dtype](values, count);
+    if (measured.amax > chunk.amax) chunk.amax = measured.amax;
+    chunk.squares += measured.squares;
+    if (limits || measured.amax >= kInfBits) kernels().count[part.dtype](values, count, bounds, counts);
+    if (part.out) {
+      kernels().multiply[part.dtype][part.out_dtype](values, count, static_cast<float>(factor), out_at(part, offset));
+    }
+  });
+  const i32 num_counts = limits ? kNumCounts : kNonfinite + 1;
+  for (i32 i = 0; i < num_counts; ++i) chunk.counts[i] = counts[i];
+}
+
+void sweep(const Part* parts, i64 count, double inv_scale, const Limits* limits, i64 threads, i32* slots, double* sums,
+           i64* counts) {
+  std::vector<Chunk> chunks = chunks_of(parts, count);
+  in_parallel(static_cast<i64>(chunks.size()), bytes_of(parts, count), threads,
+              [&](i64 i) { sweep_chunk(chunks[static_cast<u64>(i)], inv_scale, limits); });
+  // In the order of the parts, whichever thread swept what.
+  const DefaultFloats mode;
+  const Chunk* chunk = chunks.data();
+  const Chunk* const end = chunk + chunks.size();
+  for (const Part* part = parts; part != parts + count; ++part) {
+    const double factor = factor_of(*part, inv_scale);
+    u32 amax = 0;
+    double squares = 0.0;
+    for (; chunk != end && chunk->part == part; ++chunk) {
+      if (chunk->amax > amax) amax = chunk->amax;
+      squares += chunk->squares;
+      for (i32 i = 0; i < kNumCounts; ++i) counts[part->slot * kNumCounts + i] += chunk->counts[i];
+    }
+    const i32 bits = static_cast<i32>(unscaled_amax(amax, factor, largest_of(*part)));
+    if (bits > slots[part->slot]) slots[part->slot] = bits;
+    if (sums) sums[part->group] += squares * part->weight * factor * factor;
+  }
+}
+
+void multiply(const Part* parts, i64 count, float factor, i64 threads) {
+  const std::vector<Chunk> chunks = chunks_of(parts, count);
+  in_parallel(static_cast<i64>(chunks.size()), bytes_of(parts, count), threads, [&](i64 i) {
+    const Chunk& chunk = chunks[static_cast<u64>(i)];
+    for_each_block(chunk, [&](const void* values, i64 size, i64 offset) {
+      kernels().multiply[chunk.part->dtype][chunk.part->out_dtype](values, size, factor, out_at(*chunk.part, offset));
+    });
+  });
+}
+
+// An exception must not leave the library: 0, or 1 if there was no memory.
+template <class Work>
+i32 guarded(const Work& work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+}  // namespace
+}  // namespace distscale
+
+using namespace distscale;
+
+DISTSCALE_EXPORT i32 distscale_abi() { return kAbi; }
+
+DISTSCALE_EXPORT const char* distscale_isa() { return kernels().isa; }
+
+DISTSCALE_EXPORT const char* distscale_compiler() { return DISTSCALE_COMPILER; }
+
+// slots, sums (null: not wanted) and counts are zero before.
+DISTSCALE_EXPORT i32 distscale_sweep(const Part* parts, i64 count, const double* inv_scale, const Limits* limits,
+                                     i32 threads, i32* slots, double* sums, i64* counts) {
+  return guarded([&] { sweep(parts, count, *inv_scale, limits, threads, slots, sums, counts); });
+}
+
+// out = values * factor, unless found_inf (null: it is not) is set.
+DISTSCALE_EXPORT i32 distscale_scale(const Part* parts, i64 count, const float* factor, const float* found_inf,
+                                     i32 threads) {
+  if (found_inf && *found_inf != 0.0f) return 0;
+  return guarded([&] { multiply(parts, count, *factor, threads); });
+}
+
+// Reads the values of all parts and does nothing with them: the limit of what a sweep can reach.
+DISTSCALE_EXPORT i32 distscale_read(const Part* parts, i64 count, i32 threads) {
+  return guarded([&] {
+    const std::vector<Chunk> chunks = chunks_of(parts, count);
+    std::atomic<u32> seen{0};
+    in_parallel(static_cast<i64>(chunks.size()), bytes_of(parts, count), threads, [&](i64 i) {
+      u32 bits = 0;
+      for_each_block(chunks[static_cast<u64>(i)], [&](const void* values, i64 size, i64) {
+        bits |= kernels().read(values, size * size_of(chunks[static_cast<u64>(i)].part->dtype));
+      });
+      seen.fetch_or(bits, std::memory_order_relaxed);
+    });
+  });
+}
