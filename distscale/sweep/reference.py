@@ -140,15 +140,15 @@ def scale_(shards: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = 
 
     Collective: no. Syncs host: no, if the numbers are on the shards' device.
     """
-    if found_inf is not None:
-        if found_inf.device.type == "cpu" and found_inf != 0:
-            return
-        factor = torch.where(found_inf.to(factor.device) == 0, factor, 1.0)
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for shard in shards:
-        if shard.numel():
-            by_kind[shard.device, shard.dtype].append(shard)
     with _subnormals_kept():
+        if found_inf is not None:
+            if found_inf.device.type == "cpu" and found_inf != 0:
+                return
+            factor = torch.where(found_inf.to(factor.device) == 0, factor, 1.0)
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for shard in shards:
+            if shard.numel():
+                by_kind[shard.device, shard.dtype].append(shard)
         for (device, dtype), tensors in by_kind.items():
             here = factor.to(device, non_blocking=True).view(())
             if dtype.itemsize > 1:
