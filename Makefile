@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain compare test lint format hooks clean
+.PHONY: help setup pretrain compare bench test lint format hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,9 @@ pretrain: $(READY) ## pretrain the small GPT and print a verdict
 
 compare: $(READY) ## the same, and again in FP32 and in FP16 without a scale
 	exec launch/torchrun.sh $(CONFIG) --compare $(ARGS)
+
+bench: $(READY) ## measure the sweep beside torch's operators (about a minute)
+	$(BIN)/distscale bench $(ARGS)
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest $(ARGS)

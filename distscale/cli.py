@@ -1,0 +1,174 @@
+"""The command ``distscale``: what is in use on this machine, and how fast it is. Needs the extra ``cli``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+
+from distscale import bench as benchmark
+from distscale.diagnose import Finding, choose_quietly, diagnose
+from distscale.errors import ConfigError
+from distscale.machine import commit, device_name, versions
+from distscale.sweep.choice import SETTING
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as missing:
+    sys.exit(f'distscale: this command needs {missing.name}, which is not installed: pip install "distscale[cli]"')
+
+from distscale.bench.table import table as bench_table
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="One loss scale and one skip decision for all ranks: what is in use on this machine, and how fast it is.",
+)
+
+
+def main() -> None:
+    """Runs the command line; a user's mistake ends it with one sentence."""
+    try:
+        app()
+    except ConfigError as error:
+        sys.exit(f"distscale: {error}")
+
+
+@app.command()
+def check(as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the tables.")] = False) -> None:
+    """Say which sweep is in use on each device and why, and test it. Exit code 1 if a test fails."""
+    about: dict[str, Any] = {
+        "versions": versions(),
+        "commit": commit(),
+        "setting": os.environ.get(SETTING),
+        "threads": torch.get_num_threads(),
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    findings = diagnose()
+    passed = not any(finding.faults for finding in findings)
+    if as_json:
+        print(
+            json.dumps(
+                about | {"devices": [dataclasses.asdict(finding) for finding in findings], "passed": passed}, indent=2
+            )
+        )
+    else:
+        _print_check(about, findings)
+    raise typer.Exit(0 if passed else 1)
+
+
+def _print_check(about: dict[str, Any], findings: list[Finding]) -> None:
+    console = _console()
+    facts = Table(show_header=False)
+    for name, version in about["versions"].items():
+        facts.add_row(name, version or "none: a build of torch for CPUs")
+    if about["commit"]:
+        facts.add_row("commit", about["commit"])
+    facts.add_row(SETTING, about["setting"] or "not set: native code where there is some")
+    facts.add_row("threads", f"{about['threads']} (torch.get_num_threads())")
+    facts.add_row("torch's CPU code", about["torch_cpu_capability"])
+    console.print(facts)
+    devices = Table()
+    for heading in ("device", "hardware", "sweep", "why", "self-test"):
+        devices.add_column(heading, overflow="fold")
+    for finding in findings:
+        verdict = Text("\n".join(finding.faults), "bold red") if finding.faults else Text("passed", "green")
+        devices.add_row(finding.device, finding.name, finding.sweep, finding.why, verdict)
+    console.print(devices)
+
+
+def _numel(text: str) -> int:
+    """Reads ``4096``, ``4Ki``, ``64Mi``, ``1Gi``."""
+    match = re.fullmatch(r"([1-9][0-9]*)(Ki|Mi|Gi)?", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a number of elements; write one like 4096, 4Ki, 64Mi or 1Gi")
+    return int(match[1]) << {None: 0, "Ki": 10, "Mi": 20, "Gi": 30}[match[2]]
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in benchmark.DTYPES:
+            raise typer.BadParameter(f"{name!r} is not a dtype; write some of {','.join(benchmark.DTYPES)}")
+    return names
+
+
+def _json_target(text: str) -> str:
+    if text != "-" and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
+        raise typer.BadParameter(f"{text!r} cannot be written: it is a folder, or lies in one that does not exist")
+    return text
+
+
+@app.command()
+def bench(
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to measure.")] = "cpu",
+    numel: Annotated[
+        Any, typer.Option(parser=_numel, metavar="N", help="Elements of all tensors together: 4096, 4Ki, 64Mi.")
+    ] = "64Mi",
+    tensors: Annotated[int, typer.Option(min=1, help="Tensors that they are split into.")] = 64,
+    dtype: Annotated[
+        Any, typer.Option(parser=_dtypes, metavar="NAMES", help=f"Some of {','.join(benchmark.DTYPES)}.")
+    ] = "fp32,fp16,bf16",
+    repeats: Annotated[int, typer.Option(min=3, help="Rounds; what is slow is measured in fewer.")] = 15,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; default: torch's.")] = None,
+    json_to: Annotated[
+        Any, typer.Option("--json", parser=_json_target, metavar="FILE", help="Write all numbers; - is stdout.")
+    ] = None,
+) -> None:
+    """Measure the sweep beside torch's operators for the same work, and beside a plain read and copy of the bytes.
+
+    All take turns in every round, so that what else the machine does falls on all alike. Operations in place leave the
+    values as they were. For many small tensors: distscale bench --numel 4000Ki --tensors 1000
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options = benchmark.Options(device, numel, tensors, dtype, repeats)
+    options.check()
+    console = _console(stderr=json_to == "-")
+    choice = choose_quietly(torch.device(device))
+    machine = f"{device_name(torch.device(device))}, {torch.get_num_threads()} CPU threads"
+    console.print(Text(f"{machine}; sweep: {choice.name} ({choice.why})\n"))
+    results = []
+    for name in dtype:
+        results.append(_measure(options, name))
+        console.print(bench_table(options, results[-1]))
+    if json_to is not None:
+        text = json.dumps(benchmark.report(options, results), indent=2)
+        if json_to == "-":
+            print(text)
+            return
+        try:
+            Path(json_to).write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError(f"the numbers cannot be written to {json_to}: {error.strerror}") from error
+
+
+def _measure(options: benchmark.Options, dtype: str) -> benchmark.Result:
+    console = Console(stderr=True)
+    # Without the thread that refreshes the bar: it would take turns with what is measured.
+    with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(dtype, total=options.rounds)
+        return benchmark.measure(options, dtype, lambda done: progress.update(bar, completed=done, refresh=True))
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=120)
+
+
+if __name__ == "__main__":
+    main()

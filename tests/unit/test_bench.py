@@ -1,0 +1,198 @@
+"""The benchmark measures what it says: fairly, in place without drift, and against the targets as they are set."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from distscale import bench, machine
+from distscale.bench import memory, timing
+from distscale.bench.candidate import DTYPES, candidates, gradients
+from distscale.bench.table import table
+from distscale.bench.target import targets
+from distscale.bench.timing import Timing, interleaved
+
+CPU = torch.device("cpu")
+
+
+def took(ms: float) -> Timing:
+    return Timing.of([ms] * 3)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run returns its own duration."""
+    monkeypatch.setattr(timing, "_cpu_ms", lambda run: run())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("numel", "num_tensors"), [(10_000, 7), (5, 5), (9, 1)])
+def test_gradients_are_random_and_finite_when_doubled(dtype: str, numel: int, num_tensors: int) -> None:
+    grads = gradients(numel, num_tensors, DTYPES[dtype], CPU)
+    sizes = [grad.numel() for grad in grads]
+    assert (len(sizes), sum(sizes)) == (num_tensors, numel)
+    assert max(sizes) - min(sizes) <= 1
+    values = torch.cat([grad.float() for grad in grads])
+    assert torch.isfinite((2 * values).to(DTYPES[dtype]).float()).all()
+    if numel > 100:
+        assert values.unique().numel() > 100
+        assert (values == 0).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "e4m3", "e5m2"])
+def test_work_in_place_leaves_the_values(dtype: str) -> None:
+    grads = gradients(4000, 3, DTYPES[dtype], CPU)
+    subnormal = torch.finfo(DTYPES[dtype]).smallest_normal
+    for grad in grads:  # halving rounds them, which cannot be undone
+        grad.copy_(torch.where(grad.float().abs() < 2 * subnormal, 0.0, grad.float()))
+    before = [grad.clone().view(torch.uint8) for grad in grads]
+    for candidate in candidates(grads):
+        try:
+            candidate.run()
+        except (RuntimeError, TypeError):
+            assert candidate.side == "torch"
+            assert DTYPES[dtype].itemsize == 1
+            continue
+        candidate.run()
+        after = [grad.view(torch.uint8) for grad in grads]
+        assert all(map(torch.equal, before, after)), candidate.key
+
+
+def test_everything_takes_turns(clock: None) -> None:
+    calls: list[str] = []
+
+    def run(name: str, ms: float) -> Callable[[], float]:
+        def call() -> float:
+            calls.append(name)
+            return ms
+
+        return call
+
+    rounds: list[int] = []
+    quick, slow = interleaved([run("quick", 1.0), run("slow", 100.0)], CPU, 20, 1.0, rounds.append)
+    assert (quick.samples_ms, slow.samples_ms) == ((1.0,) * 20, (100.0,) * 5)  # 5 are its half of a second
+    assert rounds == list(range(1, 21))
+    assert calls[:4] == ["quick", "slow", "quick", "slow"]
+    # One in every four rounds, whichever goes first.
+    for start in range(4, len(calls), 5):
+        assert sorted(calls[start : start + 5]) == ["quick"] * 4 + ["slow"]
+
+
+def test_the_slowest_is_measured_three_times(clock: None) -> None:
+    (slow,) = interleaved([lambda: 60_000.0], CPU, 20, 1.0)
+    assert len(slow.samples_ms) == 3
+
+
+def test_quartiles() -> None:
+    one = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (one.median_ms, one.quartiles_ms) == (3.0, (2.0, 4.0))
+
+
+def test_real_time_is_taken() -> None:
+    (one,) = interleaved([lambda: torch.ones(1000).sum()], CPU, 3, 1.0)
+    assert all(sample > 0 for sample in one.samples_ms)
+
+
+LARGE, SMALL = (64 << 20, 64), (4000 << 10, 1000)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "times", "reached"),
+    [
+        ("fp32", LARGE, {"read": 10, "sweep": 11.5, "torch_sequence": 35, "torch_sequence_amax": 115}, [True] * 3),
+        ("fp32", LARGE, {"read": 10, "sweep": 11.6, "torch_sequence": 34, "torch_sequence_amax": 115}, [False] * 3),
+        ("fp16", LARGE, {"read": 1, "sweep": 1, "torch_sequence": 8, "torch_sequence_amax": 19}, [True, True, False]),
+        ("bf16", LARGE, {"read": 1, "sweep": 1, "torch_sequence": 49, "torch_sequence_amax": 100}, [True, False, True]),
+        ("e4m3", LARGE, {"read": 10, "sweep": 15}, [True]),
+        ("e5m2", LARGE, {"read": 10, "sweep": 16}, [False]),
+        ("fp32", LARGE, {"sweep": 1, "torch_sequence": 3, "torch_sequence_amax": 10}, [True, True]),
+        ("fp16", SMALL, {"read": 1, "sweep": 1, "torch_sequence": 3}, [True]),
+        ("fp16", SMALL, {"read": 1, "sweep": 1, "torch_sequence": 2.9}, [False]),
+        ("e4m3", SMALL, {"read": 1, "sweep": 1}, []),
+        ("fp32", (64 << 10, 64), {"read": 1, "sweep": 9, "torch_sequence": 1}, []),
+    ],
+)
+def test_targets_on_the_cpu(dtype: str, size: tuple[int, int], times: dict[str, float], reached: list[bool]) -> None:
+    found = targets(CPU, dtype, *size, {key: took(ms) for key, ms in times.items()})
+    assert [target.reached for target in found] == reached
+
+
+@pytest.mark.parametrize(
+    ("dtype", "copy", "sweep", "reached"),
+    [("fp32", 18, 10, [True]), ("fp32", 17, 10, [False]), ("e5m2", 16, 10, [True]), ("e5m2", 15, 10, [False])],
+)
+def test_targets_on_a_gpu(dtype: str, copy: float, sweep: float, reached: list[bool]) -> None:
+    found = targets(torch.device("cuda"), dtype, *LARGE, {"copy": took(copy), "sweep": took(sweep)})
+    assert [target.reached for target in found] == reached
+
+
+def test_the_table_shows_gaps_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "memory_growth", lambda *arguments: 1_500_000)
+    options = bench.Options(numel=64, num_tensors=2, dtypes=("e4m3",), rounds=3)
+    result = bench.measure(options, "e4m3")
+    kept, missed = bench.Target("this", 2.0, at_most=3.0), bench.Target("that", 2.0, at_least=3.0)
+    shown = io.StringIO()
+    changed = {**vars(result), "targets": (kept, missed), "disturbed": True, "cores_of_others": 1.5}
+    Console(file=shown, width=120).print(table(options, bench.Result(**changed)))
+    text = shown.getvalue()
+    assert re.search(r"clip multiply +│ +- +│ +- +│", text)
+    assert "A sweep takes 1.50 MB of memory beside 0.0 MB of gradients." in text
+    assert "Other processes kept 1.50 cores busy meanwhile." in text
+    assert "do not trust it" in text
+    assert "Target reached: this = 2.00, is to be at most 3." in text
+    assert "Target missed: that = 2.00, is to be at least 3." in text
+
+
+def test_a_fault_of_ours_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(bench, "memory_growth", lambda *arguments: 0)
+    monkeypatch.setattr("distscale.bench.candidate.scale_", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        bench.measure(bench.Options(numel=64, num_tensors=2, rounds=3), "fp32")
+
+
+def test_a_sweep_takes_no_memory_that_grows() -> None:
+    """C33: 128 MiB of gradients, and a few MiB for the chunks of the reference, were it in use."""
+    assert 0 <= memory.memory_growth("fp32", 32 << 20, 3, CPU, 1) < 8 << 20
+
+
+def test_memory_is_seen_when_it_is_taken() -> None:
+    before = memory._peak(CPU, reset=True)
+    torch.ones(8 << 20)
+    assert memory._peak(CPU) - before > 31 << 20
+
+
+def test_a_failure_while_measuring_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="the process that measures memory ended with 1"):
+        memory.memory_growth("fp32", 8, 1, CPU, 1)
+
+
+def test_other_work_is_told_apart_from_ours() -> None:
+    others = machine.OtherWork()
+    cores = others.cores()
+    assert cores is None or cores >= 0
+
+
+@pytest.mark.parametrize(("cores", "disturbed"), [(None, False), (0.05, False), (0.2, True)])
+def test_a_disturbed_measurement_is_recognized(
+    monkeypatch: pytest.MonkeyPatch, cores: float | None, disturbed: bool
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # which the tests' one thread needs
+    assert bench._is_disturbed(CPU, cores) is disturbed
+
+
+def test_the_commit_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = machine.commit()
+    assert found is None or re.fullmatch(r"[0-9a-f]{40}(\+changes)?", found)
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    assert machine.commit() is None
