@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,17 +15,21 @@ _HEADINGS = {"limit": "the machine", "distscale": "distscale", "torch": "torch"}
 
 
 def table(options: Options, result: Result) -> RenderableType:
-    """One dtype: a row for each candidate, and below it the memory and the targets."""
+    """One dtype: a row for each candidate, and below it the memory and the targets.
+
+    ``torch/it``: the time of torch's unscale, norm and clip over the row's; ``+amax/it``: with torch's amax.
+    """
     limit = "read" if "read" in result.timings else "copy"
-    grid = Table(title=f"{result.dtype}: {options.numel:,} elements in {options.num_tensors:,} tensors")
-    grid.add_column("on " + options.device)
-    for heading in ("ms", "quartiles", "GB/s", f"time / {limit}", "torch / it", "torch with amax / it"):
-        grid.add_column(heading, justify="right")
+    title = f"{result.dtype}: {options.numel:,} elements in {options.num_tensors:,} tensors"
+    # As wide as a small terminal, and no wider.
+    grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    grid.add_column("on " + options.device, no_wrap=True)
+    for heading in ("ms", "±", "GB/s", f"/ {limit}", "torch/it", "+amax/it"):
+        grid.add_column(heading, justify="right", no_wrap=True)
     side = None
     for one in result.measured:
         if one.candidate.side != side:
             side = one.candidate.side
-            grid.add_section()
             grid.add_row(Text(_HEADINGS[side], style="bold"))
         grid.add_row("  " + one.candidate.label, *_numbers(result, one, limit))
     return Group(grid, *_below(result))
@@ -40,8 +45,9 @@ def _numbers(result: Result, one: Measured, limit: str) -> list[str]:
         f"{timings[key].median_ms / median:.1f}x" if replaces_torch and key in timings else ""
         for key in ("torch_sequence", "torch_sequence_amax")
     ]
-    rate = f"{one.gb_per_s:.1f}"
-    return [f"{median:.2f}", f"{low:.2f} - {high:.2f}", rate, f"{median / timings[limit].median_ms:.2f}", *over_torch]
+    spread = f"{(high - low) / 2 / median:.0%}"  # half of the distance of the quartiles
+    ratio = f"{median / timings[limit].median_ms:.2f}"
+    return [f"{median:.2f}", spread, f"{one.gb_per_s:.1f}", ratio, *over_torch]
 
 
 def _below(result: Result) -> list[Text]:
