@@ -12,13 +12,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from distscale.checksum import digest
 from distscale.decision import Decision
 from distscale.exchange import agreed_loss_scale, judge, mark_rank, pack
 from distscale.policy import NoScaling, Outcome, Policy, ScaleState
 from distscale.reducers import Reducer, default_reducer
+from distscale.replicas import Look
 from distscale.roster import NameSource, Roster
 from distscale.sweep import sweep
-from distscale.table import UNKNOWN, SlotTable, agree, digest
+from distscale.table import UNKNOWN, SlotTable, agree
 
 __all__ = ["Coordinator", "Situation"]
 
@@ -117,11 +119,13 @@ class Coordinator:
             self._reducer = default_reducer(self._process_group)
         failure: Exception | None = None
         are_listed = True
+        looks: dict[str, Look] = {}
         try:
             are_listed = self.roster.meet(optimizers)
             if self._table is None or not are_listed:
                 # Ranks may have met the others at different times, so all list them as they are now.
                 self.roster.meet(self.roster.optimizers)
+                looks = self.roster.look(self._reducer.world_size)
         except Exception as error:
             failure = error
         failure = failure or now.failure
@@ -130,7 +134,7 @@ class Coordinator:
             self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now, _TABLE_CHANGES)
         if self._table is None or not are_listed:
             settings = settings_of(now.policy, self.max_norm)
-            self._table = agree(self._reducer, self.roster.names, settings, repr(failure) if failure else None)
+            self._table = agree(self._reducer, looks, settings, repr(failure) if failure else None)
             self.roster.mark_listed()
         return self._exchange(optimizers, now, self._table, self._digest(now), failure)
 

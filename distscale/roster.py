@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distscale.replicas import Look, look
 from distscale.shards import is_here, shard_of
 from distscale.sweep import Part
 from distscale.table import SlotTable
@@ -43,6 +44,7 @@ class Roster:
         self._source = source if isinstance(source, nn.Module | Mapping | None) else list(source)
         self._entries: MutableMapping[Optimizer, _Entry] = WeakIdKeyDictionary()
         self._num_met = 0
+        self._looks: MutableMapping[Tensor, Look] = WeakIdKeyDictionary()
         self._owner_of_name: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
 
     @property
@@ -50,10 +52,11 @@ class Roster:
         """All that are still alive, in the order in which they were first met."""
         return list(self._entries)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors that this rank holds a part of, each once."""
-        return list(dict.fromkeys(name for entry in self._entries.values() for name, _ in entry.named))
+    def look(self, world_size: int) -> dict[str, Look]:
+        """Looks at all parameters of this rank; what was seen of one at first is kept. Syncs host: yes."""
+        named = {name: param for entry in self._entries.values() for name, param in entry.named}
+        # Later on, replicas whose gradients are computed apart may differ in the last bit.
+        return {name: self._looks.setdefault(named[name], seen) for name, seen in look(named, world_size).items()}
 
     def meet(self, optimizers: Iterable[Optimizer]) -> bool:
         """Lists the parameters of new or changed optimizers. Returns whether all are in the agreed table."""
@@ -84,10 +87,9 @@ class Roster:
             is_scaled = all(optimizer is not other for other in unscaled)
             for name, param in self._entries[optimizer].named:
                 if id(param) not in parts and (shard := shard_of(param)) is not None:
-                    slot = table.slots[name]
                     # The gradient is held by all its holders, cut into num_shards pieces: the rest is replication.
-                    weight = shard.num_shards / table.holders[slot]
-                    parts[id(param)] = Part(shard.values, slot, weight, is_scaled)
+                    weight = shard.num_shards / table.holders[name]
+                    parts[id(param)] = Part(shard.values, table.slots[name], weight, is_scaled)
         return list(parts.values())
 
     def values(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:

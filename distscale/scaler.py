@@ -70,8 +70,9 @@ class DistributedGradScaler(ScaleKeeper):
         process_group: the ranks that share one decision, a group or a mesh; default: all ranks of the job.
         reducer: talks to the other ranks in another way than ``torch.distributed``; excludes ``process_group``.
         names: names the tensors in reports: the model, or its ``named_parameters()``. Without it, reports give the
-            optimizer, group and position. Plain tensors of one name count as replicas of one gradient in the norm, so
-            ranks that hold *different* plain tensors, such as pipeline stages, must name them apart.
+            optimizer, group and position. In the norm, plain tensors of one name are replicas of one gradient if their
+            values are equal when they are first stepped, else tensors of their own, as in the stages of a pipeline;
+            see :mod:`distscale.replicas`.
         on_step: called with the :class:`StepReport` of every step, once it has arrived on the host.
         min_scale: floor of dynamic scaling.
         max_scale: cap of dynamic scaling.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from distscale.checksum import digest
 from distscale.errors import DesyncError, ProtocolError
 from distscale.reducers import Reducer
+from distscale.replicas import Look, count_holders
 
-__all__ = ["UNKNOWN", "SlotTable", "agree", "check_equal", "digest"]
+__all__ = ["UNKNOWN", "SlotTable", "agree", "check_equal"]
 
 UNKNOWN = "unknown"
 """Of a value that must be equal on the ranks that know it."""
@@ -19,47 +18,50 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class SlotTable:
-    """Tensor names in slot order, the union over all ranks, equal on all of them."""
+    """Which slot belongs to which tensor: the same on all ranks, but for ``holders``."""
 
     names: tuple[str, ...] = ()
-    holders: tuple[int, ...] = ()
-    """How many ranks hold (a part of) each tensor; a replicated gradient is weighted by it in the norm."""
+    """In slot order, the union over all ranks."""
     slots: Mapping[str, int] = field(default_factory=dict)
     digest: int = 0
-    """31 bits of a checksum over names and holders."""
+    """31 bits of a checksum, equal on all ranks."""
+    holders: Mapping[str, int] = field(default_factory=dict)
+    """How many ranks hold each of this rank's gradients or a piece of it; replicas are weighted by it in the norm."""
 
 
-def agree(reducer: Reducer, names: Sequence[str], settings: Mapping[str, object], failure: str | None) -> SlotTable:
+def agree(
+    reducer: Reducer, looks: Mapping[str, Look], settings: Mapping[str, object], failure: str | None
+) -> SlotTable:
     """Agrees on one table for all ranks, and makes sure that they follow the same rules.
 
     Args:
         reducer: of all ranks that share the decision.
-        names: unique names of the tensors that this rank holds, in its own order.
+        looks: at the tensors that this rank holds, by unique name, in its own order.
         settings: what must be equal on all ranks, by name; plain comparable values.
         failure: set if this rank could not list its tensors; every rank then raises.
 
     Returns:
-        The union of all names: those of rank 0 first, then what later ranks add.
+        A slot for every name: those of rank 0 first, then what later ranks add. Different tensors of one name share it.
 
     Raises:
         DesyncError: if a setting differs, naming it, the ranks and the values.
         ProtocolError: if a rank reports a failure.
 
-    Collective: yes, two small gathers at most; the names travel only if they differ. Syncs host: yes.
+    Collective: yes, two small gathers at most; names travel only if the ranks differ. Syncs host: yes.
     """
-    mine = tuple(names)
-    reports: list[tuple[int, dict[str, object], str | None]] = reducer.gather((digest(mine), dict(settings), failure))
+    mine = digest(list(looks.items()))
+    reports: list[tuple[int, dict[str, object], str | None]] = reducer.gather((mine, dict(settings), failure))
     for rank, (_, _, problem) in enumerate(reports):
         if problem is not None:
             raise ProtocolError(f"rank {rank} failed before the exchange: {problem}")
     check_equal([entry for _, entry, _ in reports], "at the first step")
     if len({checksum for checksum, _, _ in reports}) == 1:
-        holders = dict.fromkeys(mine, reducer.world_size)
+        holders = [dict.fromkeys(looks, reducer.world_size)] * reducer.world_size
     else:
-        holders = Counter(name for held in reducer.gather(mine) for name in held)
-    union = tuple(holders)
-    counts = tuple(holders.values())
-    return SlotTable(union, counts, {name: slot for slot, name in enumerate(union)}, digest((union, counts)))
+        holders = count_holders(reducer.gather(dict(looks)))
+    names = tuple(dict.fromkeys(name for held in holders for name in held))
+    slots = {name: slot for slot, name in enumerate(names)}
+    return SlotTable(names, slots, digest((names, holders)), holders[reducer.rank])
 
 
 def check_equal(values_by_rank: Sequence[Mapping[str, object]], when: str) -> None:
@@ -80,8 +82,3 @@ def describe_ranks(ranks: Sequence[int], limit: int = 8) -> str:
     """``rank 3``, ``ranks 0, 1, 2`` or, for many, ``ranks 0, 1, 2, ... (512 in all)``."""
     shown = ", ".join(map(str, ranks[:limit])) + (f", ... ({len(ranks)} in all)" if len(ranks) > limit else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-def digest(value: Any) -> int:
-    """31 bits of a checksum of a plain value."""
-    return zlib.crc32(repr(value).encode()) & 0x7FFFFFFF

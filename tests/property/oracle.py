@@ -26,7 +26,7 @@ from calls import (
     World,
 )
 from expectations import Decided, Expected, Refused, Report, Stage, Trackers, next_trackers
-from holdings import NUMPY_DTYPES, Holdings, look
+from holdings import NUMPY_DTYPES, Holdings, Place, look
 
 
 class Oracle(Holdings):
@@ -54,7 +54,8 @@ class Oracle(Holdings):
         self.stop = False
         self._carried: list[float | None] = [None] * NUM_RANKS
         self._table: list[str] | None = None
-        self._holders: dict[str, int] = {}
+        self._contents: dict[Place, object] = {}
+        self._holders: dict[Place, int] = {}
         self._listed: dict[int, list[str]] = {}
         self._waiting: deque[Decided] = deque()
         self._fresh: set[int] = set()  # optimizers that hold gradients of the carried scale
@@ -223,7 +224,9 @@ class Oracle(Holdings):
             if kind:
                 found.setdefault(name, []).append((kind, rank))
                 amax[name] = math.nan if kind == "nan" else amax[name]
-            square += float(np.sum(np.square(grad.astype(np.float64)))) / self._holders[name] * inv_scale * inv_scale
+            square += (
+                float(np.sum(np.square(grad.astype(np.float64)))) / self._holders[rank, name] * inv_scale * inv_scale
+            )
 
         lost, overflow = bool(self._lost), bool(found)
         skipped = lost or overflow or bool(self.veto)
@@ -271,12 +274,13 @@ class Oracle(Holdings):
         assert len(scales) < 2, "this program has no right answer"
         return scales.pop() if scales else self.trackers.scale
 
-    def have_one_scale(self, optimizers: Sequence[int]) -> bool:
-        """Whether all ranks know by what the gradients of ``optimizers`` are scaled.
+    def has_right_answer(self, optimizers: Sequence[int]) -> bool:
+        """Whether all ranks know by what the gradients of ``optimizers`` are scaled, and the norm is exact.
 
-        A silent rank does not, if an update came after the others' last loss.
+        A silent rank does not, if an update came after the others' last loss. A third of a square is not exact.
         """
-        return len(self._scales(optimizers)) < 2
+        is_exact = self.world.max_norm is None or 3 not in self._count_holders(self._look(optimizers)).values()
+        return is_exact and len(self._scales(optimizers)) < 2
 
     def _scales(self, optimizers: Sequence[int]) -> set[float]:
         holders = {rank for rank, name in self.grads if self._has_gradient(rank, name, optimizers)}
@@ -296,13 +300,40 @@ class Oracle(Holdings):
             if is_refused or all(self._listed.get(index) == names[index] for index in optimizers):
                 return
             self._num_exchanges += 1  # tells the ranks for which nothing is new, if there are such
+        self._contents = self._look(optimizers)
         self._listed = names
-        mine = [
-            [name for index in self.met for name in names[index] if (rank, name) in self.params]
-            for rank in range(NUM_RANKS)
-        ]
-        self._table = list(dict.fromkeys(name for held in mine for name in held))
-        self._holders = {name: sum(name in held for held in mine) for name in self._table}
+        self._table = list(dict.fromkeys(name for rank in range(NUM_RANKS) for name in self._held(rank, self.met)))
+        self._holders = self._count_holders(self._contents)
+
+    def _held(self, rank: int, optimizers: Sequence[int]) -> list[str]:
+        """Names of what the rank holds, in the order in which the optimizers were met."""
+        specs = [spec for index in optimizers for spec in self.tensors if spec.optimizer == index]
+        return [spec.name for spec in specs if (rank, spec.name) in self.params]
+
+    def _look(self, optimizers: Sequence[int]) -> dict[Place, object]:
+        """What tells replicas from others of their name, for all that is known once ``optimizers`` are met.
+
+        A tensor is looked at once: at its values, and if these are all the same, at those of the tensor before it.
+        """
+        met = [*self.met, *(index for index in optimizers if index not in self.met)]
+        contents: dict[Place, object] = {}
+        for rank in range(NUM_RANKS):
+            held = self._held(rank, met)
+            telling = [name for name in held if len(set(self.params[rank, name].tolist())) > 1]
+            for name in held:
+                content: object = (len(self.params[rank, name]), self.params[rank, name].tobytes())
+                if name not in telling:
+                    own_module = [other for other in telling if other.split(".")[0] == name.split(".")[0]]
+                    related = own_module if "." in name and own_module else telling
+                    before = [other for other in related if held.index(other) < held.index(name)]
+                    neighbour = before[-1] if before else related[0] if related else None
+                    content = content, neighbour and self.params[rank, neighbour].tobytes()
+                contents[rank, name] = self._contents.get((rank, name), content)
+        return contents
+
+    def _count_holders(self, contents: dict[Place, object]) -> dict[Place, int]:
+        keys = [(name, content) for (_, name), content in contents.items()]
+        return {place: keys.count((place[1], content)) for place, content in contents.items()}
 
     def _forget(self, optimizer: int, set_to_none: bool) -> None:
         self._fresh.discard(optimizer)

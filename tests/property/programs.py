@@ -131,7 +131,7 @@ def make_step(rng: Random, now: Oracle) -> Op | None:
     left = _in_stage(now, Stage.READY, Stage.UNSCALED)
     some = rng.sample(left, rng.randrange(len(left) + 1))
     chosen = rng.choice([left, left, left, left[:1], left[-1:], some])
-    if not now.have_one_scale(chosen):
+    if not now.has_right_answer(chosen):
         return None
     return Step(tuple(chosen), rng.random() < 0.5, rng.random() < 0.7)
 
@@ -144,7 +144,7 @@ def make_update(rng: Random, now: Oracle) -> Op | None:
     known = {spec.name for spec in now.tensors if spec.optimizer in now.met}
     if any(name not in known for (_, name), grad in now.grads.items() if grad is not None):
         return None
-    if not now.have_one_scale(_in_stage(now, Stage.UNSCALED)):
+    if not now.has_right_answer(_in_stage(now, Stage.UNSCALED)):
         return None
     if rng.random() < 0.1:
         return Update(2.0 ** rng.choice([0, 5, 10, 15, 20, 25, -10, 35, 50, 130]), rng.random() < 0.5)
