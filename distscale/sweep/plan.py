@@ -26,6 +26,8 @@ DTYPE_CODES = {
 }
 """Of the dtypes that native code reads."""
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 PART = np.dtype(
     [
         ("values", np.uint64),
@@ -45,11 +47,16 @@ assert PART.itemsize == 64
 
 
 def is_native(part: Part) -> bool:
-    """Whether native code can sweep a part: a dtype of :data:`DTYPE_CODES`, and dense values (and out, alike)."""
+    """Whether native code can sweep a part: a dtype of :data:`DTYPE_CODES`, and dense values (and out, alike).
+
+    A subclass of Tensor may keep its values elsewhere, or not be there yet, so it is left to torch.
+    """
     values, out = part.values, part.out
-    if values.dtype not in DTYPE_CODES or not _is_dense(values):
+    if type(values) not in _PLAIN or values.dtype not in DTYPE_CODES or not _is_dense(values):
         return False
-    return out is None or (out.dtype in DTYPE_CODES and out.stride() == values.stride())
+    if out is None:
+        return True
+    return type(out) in _PLAIN and out.dtype in DTYPE_CODES and out.stride() == values.stride() and not values.is_neg()
 
 
 def describe(parts: Sequence[Part]) -> tuple[NDArray[np.void], tuple[int, ...]]:
@@ -68,6 +75,10 @@ def describe(parts: Sequence[Part]) -> tuple[NDArray[np.void], tuple[int, ...]]:
     )
     records = _layout(numels, dtypes, out_dtypes, tuple([part[1:5] for part in parts])).copy()
     records["values"] = [tensor.data_ptr() for tensor in values]
+    if not records["values"].all() and any(
+        numel and not tensor.data_ptr() for tensor, numel in zip(values, numels, strict=True)
+    ):
+        raise RuntimeError("the memory of a tensor to be swept has been freed (its storage was resized to 0)")
     if out_dtypes is not dtypes:
         records["out"] = [0 if out is None else out.data_ptr() for out in outs]
     if any(scale_inv is not None for scale_inv in scale_invs):
