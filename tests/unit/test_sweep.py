@@ -1,7 +1,8 @@
-"""The reference sweep against independent definitions: every bit pattern, any shape and stride, any flush mode."""
+"""The sweep by examples, and what chooses the code that does it; tests/kernels has the volume."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distscale.sweep import INF_BITS, Part, loss_bits, scale_, sweep
+from distscale import ConfigError
+from distscale.sweep import INF_BITS, Count, Limits, Part, choice, cpu, loss_bits, reference, scale_, sweep
 from distscale.sweep.reference import amax_bits, sum_of_squares
 
 FORMATS = [
@@ -180,13 +182,92 @@ def test_loss_that_is_not_finite(loss: torch.Tensor) -> None:
     assert loss_bits(loss).item() >= INF_BITS
 
 
-def test_memory_does_not_grow_with_the_gradient() -> None:
-    # C33. Counted where torch allocates: the largest single block that a sweep asks for.
-    largest = []
-    for numel in (2**20, 2**23):
-        shard = torch.ones(numel, dtype=torch.float16)
-        with torch.profiler.profile(profile_memory=True) as profile:
-            amax_bits([shard])
-            sum_of_squares([shard])
-        largest.append(max(event.cpu_memory_usage for event in profile.events()))
-    assert 0 < largest[1] <= largest[0] < 2**22
+def test_dtypes_that_native_code_does_not_know_beside_those_that_it_does() -> None:
+    """All at once: fp64, and complex numbers as pairs of reals, go through the reference; strides with gaps too."""
+    pairs = torch.view_as_real(torch.tensor([complex(3, -4)]))
+    gaps = torch.tensor([1.0, math.nan, 2.0, math.inf])[::2]
+    small = torch.tensor([2.0**-130, 0.0], dtype=torch.float64)
+    parts = [
+        Part(torch.tensor([1e300, math.nan], dtype=torch.float64), slot=0, weight=1.0, is_scaled=True),
+        Part(pairs, slot=1, weight=0.5, is_scaled=True, group=1),
+        Part(torch.tensor([16.0, -math.inf]).half(), slot=2, weight=1.0, is_scaled=True),
+        Part(gaps, slot=1, weight=1.0, is_scaled=False, group=1, out=gaps),
+        Part(torch.tensor([-8.0]).bfloat16(), slot=1, weight=1.0, is_scaled=True, group=1),
+        Part(small, slot=3, weight=1.0, is_scaled=True, out=small),
+    ]
+    inv_scale = torch.tensor(0.5, dtype=torch.float64)
+    found = sweep(parts, 5, inv_scale, True, CPU, num_groups=2, limits=Limits.of(torch.float16))
+    assert (found.slots >= INF_BITS).tolist() == [True, False, True, False, False]
+    assert found.slots[1:2].view(torch.float32).item() == 4.0
+    assert found.sums is not None and found.sums[0].isnan()
+    assert found.sums[1].item() == 25 * 0.5 / 4 + 5 + 16
+    assert found.counts.tolist() == [[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]]
+    assert small.tolist() == [2.0**-131, 0.0]
+    assert found.counts.shape[1] == len(Count)
+
+
+BAD = [Part(torch.tensor([2.0, math.inf]), slot=0, weight=1.0, is_scaled=True)]
+ONE = torch.tensor(1.0, dtype=torch.float64)
+
+
+@pytest.fixture
+def choose_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+    """Sets DISTSCALE_SWEEP; what was chosen is forgotten before and after."""
+
+    def set_to(setting: str | None) -> None:
+        monkeypatch.setenv("DISTSCALE_SWEEP", setting or "")
+        if setting is None:
+            monkeypatch.delenv("DISTSCALE_SWEEP")
+
+    choice._choose.cache_clear()
+    yield set_to
+    choice._choose.cache_clear()
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(device: torch.device) -> NoReturn:
+        raise choice.Unavailable("it is not there; get it")
+
+    monkeypatch.setattr(choice, "_load", load)
+
+
+@pytest.mark.parametrize("setting", ["native", "", None])
+def test_native_where_there_is_a_library(choose_by: Callable[[str | None], None], setting: str | None) -> None:
+    choose_by(setting)
+    assert choice.choose(CPU) == (cpu, "native", cpu.load().description)
+
+
+def test_reference_does_not_ask_for_the_library(choose_by: Callable[[str | None], None], no_library: None) -> None:
+    choose_by("reference")
+    assert choice.choose(CPU) == (reference, "reference", "DISTSCALE_SWEEP=reference is set")
+    assert sweep(BAD, 1, ONE, True, CPU).slots.item() == INF_BITS
+
+
+def test_setting_that_is_none(choose_by: Callable[[str | None], None]) -> None:
+    choose_by("Native")
+    with pytest.raises(ConfigError, match=r"DISTSCALE_SWEEP='Native'.* set it to native or reference"):
+        sweep(BAD, 1, ONE, True, CPU)
+
+
+def test_devices_without_native_code(choose_by: Callable[[str | None], None]) -> None:
+    choose_by("native")
+    chosen = choice.choose(torch.device("meta"))
+    assert chosen.backend is reference
+    assert "meta" in chosen.why
+
+
+def test_without_the_library_one_warning_says_so(choose_by: Callable[[str | None], None], no_library: None) -> None:
+    choose_by(None)
+    with pytest.warns(UserWarning, match="cpu are swept by the slower reference: it is not there; get it") as warnings:
+        slots = [sweep(BAD, 1, ONE, True, CPU).slots.item() for _ in range(3)]
+    scale_([torch.ones(1)], torch.tensor(2.0))  # another warning would be an error here
+    assert slots == [INF_BITS] * 3
+    assert len(warnings) == 1
+    assert choice.choose(CPU) == (reference, "reference", "it is not there; get it")
+
+
+def test_without_the_library_native_is_an_error(choose_by: Callable[[str | None], None], no_library: None) -> None:
+    choose_by("native")
+    with pytest.raises(ConfigError, match="DISTSCALE_SWEEP=native is set, but it is not there; get it"):
+        sweep(BAD, 1, ONE, True, CPU)
