@@ -16,6 +16,8 @@ import distscale
 
 __all__ = ["OtherWork", "available_memory", "commit", "device_name", "hardware", "versions"]
 
+_STAT = Path("/proc/stat")
+
 
 def hardware() -> dict[str, Any]:
     """Processor, cores that this process may use, memory in bytes, GPUs."""
@@ -87,7 +89,7 @@ class OtherWork:
 def _others_s() -> float | None:
     """Processor seconds that were spent, and not by this process: by others, the kernel and the host."""
     try:
-        user, nice, system, _idle, _iowait, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
+        user, nice, system, _idle, _iowait, *rest = map(int, _STAT.read_text().split()[1:9])
     except (OSError, ValueError):
         return None
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - time.process_time()

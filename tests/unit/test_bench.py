@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +85,9 @@ def test_everything_takes_turns(clock: None) -> None:
     # One in every four rounds, whichever goes first.
     for start in range(4, len(calls), 5):
         assert sorted(calls[start : start + 5]) == ["quick"] * 4 + ["slow"]
+    calls.clear()
+    interleaved([run("quick", 1.0), run("slow", 1.0)], CPU, 20, 1.0)
+    assert {tuple(calls[start : start + 2]) for start in range(4, 44, 2)} == {("quick", "slow"), ("slow", "quick")}
 
 
 def test_the_slowest_is_measured_three_times(clock: None) -> None:
@@ -98,6 +103,31 @@ def test_quartiles() -> None:
 def test_real_time_is_taken() -> None:
     (one,) = interleaved([lambda: torch.ones(1000).sum()], CPU, 3, 1.0)
     assert all(sample > 0 for sample in one.samples_ms)
+
+
+def test_time_on_a_gpu_is_between_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: the order of the calls is what can be wrong."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, device: str, *, enable_timing: bool) -> None:
+            assert (device, enable_timing) == ("cuda", True)
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("wait for the event")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end is not self
+            return 7.0
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait for the device"))
+    (one,) = interleaved([lambda: log.append("run")], torch.device("cuda"), 3, 1.0)
+    assert one.samples_ms == (7.0,) * 3
+    assert log == ["wait for the device", "record", "run", "record", "wait for the event"] * 5
 
 
 LARGE, SMALL = (64 << 20, 64), (4000 << 10, 1000)
@@ -166,6 +196,7 @@ def test_a_sweep_takes_no_memory_that_grows() -> None:
 
 
 def test_memory_is_seen_when_it_is_taken() -> None:
+    torch.ones(16 << 20)  # an earlier, higher peak is not to hide the next one
     before = memory._peak(CPU, reset=True)
     torch.ones(8 << 20)
     assert memory._peak(CPU) - before > 31 << 20
@@ -177,10 +208,23 @@ def test_a_failure_while_measuring_memory_is_told(monkeypatch: pytest.MonkeyPatc
         memory.memory_growth("fp32", 8, 1, CPU, 1)
 
 
-def test_other_work_is_told_apart_from_ours() -> None:
+def test_other_work_is_told_apart_from_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    per_second = os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(machine, "_STAT", stat)
+    now = {"monotonic": 10.0, "process_time": 1.0}
+    monkeypatch.setattr(machine, "time", SimpleNamespace(**{key: lambda key=key: now[key] for key in now}))
+
+    def spend(user: int, idle: int) -> None:
+        stat.write_text(f"cpu  {user * per_second} 0 0 {idle * per_second} 0 0 0 0 0 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
+
+    spend(user=100, idle=7)
     others = machine.OtherWork()
-    cores = others.cores()
-    assert cores is None or cores >= 0
+    spend(user=107, idle=20)
+    now.update(monotonic=14.0, process_time=4.0)
+    assert others.cores() == 1.0  # 7 s in 4 s, 3 of them our own
+    stat.unlink()
+    assert others.cores() is None
 
 
 @pytest.mark.parametrize(("cores", "disturbed"), [(None, False), (0.05, False), (0.2, True)])

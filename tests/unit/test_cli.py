@@ -78,6 +78,8 @@ def test_bench_as_a_process() -> None:
     assert found["sweep"]["name"] == choose(CPU).name
     fp32, e4m3 = found["results"]
     assert (fp32["gradient_bytes"], e4m3["gradient_bytes"]) == (4 * 65536, 65536)
+    moved = {key: one["bytes"] / fp32["gradient_bytes"] for key, one in fp32["measured"].items()}
+    assert (moved["sweep"], moved["copy"], moved["torch_sequence"]) == (1, 2, 5)  # read, and once more where written
     for one in fp32["measured"].values():
         low, high = one["quartiles_ms"]
         assert 0 < low <= one["median_ms"] <= high
