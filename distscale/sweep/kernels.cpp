@@ -14,9 +14,15 @@ static_assert(kBlock / kStep <= 32 && kBlock % kStep == 0, "");
 // Calls step(codes) for every kStep codes; the last ones are padded with zeros.
 template <class Code, class Step>
 inline void for_each_step(const void* values, i64 count, Step step) {
+  constexpr u64 kLine = 64, kAhead = 4096;  // what hid the latency of memory best
   const Code* codes = static_cast<const Code*>(values);
   i64 done = 0;
-  for (; done + kStep <= count; done += kStep) step(codes + done);
+  for (; done + kStep <= count; done += kStep) {
+    for (u64 line = 0; line < kStep * sizeof(Code); line += kLine) {
+      __builtin_prefetch(reinterpret_cast<const char*>(codes + done) + kAhead + line, 0, 2);
+    }
+    step(codes + done);
+  }
   if (done < count) {
     Code tail[kStep] = {};
     std::memcpy(tail, codes + done, static_cast<u64>(count - done) * sizeof(Code));
@@ -24,40 +30,56 @@ inline void for_each_step(const void* values, i64 count, Step step) {
   }
 }
 
-// The amax of the values times `power`, and the sum of the squares of these.
-template <i32 kDtype>
-inline Measured measure_times(const void* values, i64 count, float power) {
-  U32 amax[kVectors] = {};
+// All lanes of all vectors as one number.
+template <int kCount, class T, class Combine>
+inline auto combined(T (&vectors)[kCount], Combine combine) {
+  for (int width = kCount / 2; width; width /= 2) {
+    for (int i = 0; i < width; ++i) vectors[i] = combine(vectors[i], vectors[i + width]);
+  }
+  return vectors[0];
+}
+
+struct Raw {
+  u32 amax;        // the code of the largest magnitude
+  double squares;  // of the values times a power
+};
+
+template <i32 kDtype, bool kHasPower>
+inline Raw measure_raw(const void* values, i64 count, float power) {
+  constexpr int kPacked = kVectors * sizeof(Code<kDtype>) / sizeof(float);  // so many vectors hold a step
+  Packed<kDtype> amax[kPacked] = {};
   F32 squares[kVectors] = {};
   for_each_step<Code<kDtype>>(values, count, [&](const Code<kDtype>* at) {
 #pragma GCC unroll 8
+    for (int i = 0; i < kPacked; ++i) {
+      amax[i] = larger(amax[i], load<Packed<kDtype>>(at + i * kStep / kPacked) & kMagnitude<kDtype>);
+    }
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
-      const F32 value = widened<kDtype>(at + i * kLanes);
-      amax[i] = larger(amax[i], bits(value) & ~kSignMask);
-      const F32 scaled = kDtype == kFloat32 || kDtype == kBFloat16 ? value * power : value;
-      squares[i] += scaled * scaled;
+      const F32 value = kHasPower ? to_square<kDtype>(at, i) * power : to_square<kDtype>(at, i);
+      squares[i] += value * value;
     }
   });
-  Measured total = {0, 0.0};
-  for (int i = 0; i < kVectors; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      total.amax = amax[i][lane] > total.amax ? amax[i][lane] : total.amax;
-      total.squares += static_cast<double>(squares[i][lane]);
-    }
-  }
-  return total;
+  const auto larger_of = [](auto a, auto b) { return larger(a, b); };
+  const auto sum_of = [](auto a, auto b) { return a + b; };
+  constexpr int kCodes = sizeof(Packed<kDtype>) / sizeof(Code<kDtype>);
+  return {fold<Code<kDtype>, kCodes>(combined(amax, larger_of), larger_of),
+          fold<double, kLanes>(__builtin_convertvector(combined(squares, sum_of), Vector<double>), sum_of)};
 }
 
 template <i32 kDtype>
 Measured measure(const void* values, i64 count) {
-  Measured total = measure_times<kDtype>(values, count, 1.0f);
+  const Raw raw = measure_raw<kDtype, false>(values, count, 1.0f);
+  Measured total = {widen(kDtype, raw.amax), raw.squares};
   if constexpr (kDtype == kFloat32 || kDtype == kBFloat16) {
-    // Only in these formats squares may overflow fp32, or vanish.
+    // In these formats squares may overflow fp32, or vanish in it. Up to here and from here on a block is safe.
     constexpr u32 kSmallest = (127u - 55) << 23, kLargest = (127u + 57) << 23;
     if (total.amax && total.amax < kInfBits && (total.amax < kSmallest || total.amax >= kLargest)) {
       const float power = power_for_squares(total.amax);
-      total.squares = undo_power(measure_times<kDtype>(values, count, power).squares, power);
+      total.squares = undo_power(measure_raw<kDtype, true>(values, count, power).squares, power);
     }
+  } else if constexpr (kDtype == kE4M3) {
+    total.squares = total.amax > kInfBits ? double_of(0x7ff8ull << 48) : total.squares * kE4M3Unit * kE4M3Unit;
   }
   return total;
 }
@@ -67,12 +89,12 @@ void count(const void* values, i64 count, Bounds bounds, i64* counts) {
   U32 nonfinite = {}, zero = {}, lost = {}, subnormal = {};
   for_each_step<Code<kDtype>>(values, count, [&](const Code<kDtype>* at) {
     for (int i = 0; i < kVectors; ++i) {
-      const U32 magnitudes = bits(widened<kDtype>(at + i * kLanes)) & ~kSignMask;
+      const U32 magnitudes = as<U32>(widened<kDtype>(at + i * kLanes)) & ~kSignMask;
       // A comparison that holds is -1.
-      nonfinite -= reinterpret_cast<U32>(magnitudes >= kInfBits);
-      zero -= reinterpret_cast<U32>(magnitudes == 0);
-      lost -= reinterpret_cast<U32>(magnitudes <= bounds.lost);
-      subnormal -= reinterpret_cast<U32>(magnitudes <= bounds.subnormal);
+      nonfinite -= as<U32>(magnitudes >= kInfBits);
+      zero -= as<U32>(magnitudes == 0);
+      lost -= as<U32>(magnitudes <= bounds.lost);
+      subnormal -= as<U32>(magnitudes <= bounds.subnormal);
     }
   });
   i64 sums[kNumCounts] = {};
@@ -104,16 +126,13 @@ void multiply(const void* values, i64 count, float factor, void* out) {
 }
 
 u32 read(const void* bytes, i64 count) {
-  U32 all[kVectors] = {};
+  U32 seen[kVectors] = {};
   for_each_step<u32>(bytes, count / 4, [&](const u32* at) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i) all[i] |= load<U32>(at + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) seen[i] |= load<U32>(at + i * kLanes);
   });
-  u32 result = 0;
-  for (int i = 0; i < kVectors; ++i) {
-    for (int lane = 0; lane < kLanes; ++lane) result |= all[i][lane];
-  }
-  return result;
+  const auto either = [](auto a, auto b) { return a | b; };
+  return fold<u32, kLanes>(combined(seen, either), either);
 }
 
 #define DISTSCALE_ROW(dtype) \

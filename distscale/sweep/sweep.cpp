@@ -108,13 +108,13 @@ void for_each_block(const Chunk& chunk, const Work& work) {
 
 void* out_at(const Part& part, i64 offset) { return static_cast<char*>(part.out) + offset * size_of(part.out_dtype); }
 
-u32 bound(double limit, bool inclusive) { return limit > 0.0 ? largest_up_to(limit, inclusive) : 0; }
-
 void sweep_chunk(Chunk& chunk, double inv_scale, const Limits* limits) {
   const Part& part = *chunk.part;
   const double factor = factor_of(part, inv_scale);
-  const Bounds bounds =
-      limits ? Bounds{bound(limits->zero_up_to / factor, true), bound(limits->normal_from / factor, false)} : Bounds{};
+  Bounds bounds = {};
+  if (limits) {
+    bounds = {largest_up_to(limits->zero_up_to / factor, true), largest_up_to(limits->normal_from / factor, false)};
+  }
   i64 counts[kNumCounts] = {};
   for_each_block(chunk, [&](const void* values, i64 count, i64 offset) {
     const Measured measured = kernels().measure[part.dtype](values, count);
