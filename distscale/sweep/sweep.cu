@@ -35,6 +35,15 @@ struct Partial {
 
 // ---------------------------------------------------------------- what depends on the architecture
 
+// A pointer that was read from memory could be of any kind, and a load through it would be slower.
+template <class T>
+__device__ __forceinline__ T* in_global_memory(T* pointer) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(pointer));
+#endif
+  return pointer;
+}
+
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
@@ -142,8 +151,10 @@ template <i32 D>
 struct Format {
   static constexpr i32 kDtype = D;
   static constexpr int kSize = D == kFloat32 ? 4 : D <= kBFloat16 ? 2 : 1;
+  static constexpr int kWidth = 8 * kSize;
   static constexpr int kPerWord = 4 / kSize;
   static constexpr int kPerVector = 16 / kSize;
+  static constexpr u32 kSigns = kSize == 4 ? kSignMask : kSize == 2 ? 0x80008000u : 0x80808080u;
   static constexpr u32 kLargest = D == kFloat32    ? kInfBits - 1
                                   : D == kFloat16  ? Float16::kLargest
                                   : D == kBFloat16 ? (kInfBits >> 16) - 1
@@ -154,8 +165,8 @@ struct Format {
 
   // Joins the magnitudes of a word to a running maximum: one number, or one in each half; of FP8 in its upper byte.
   static __device__ __forceinline__ u32 join(u32 running, u32 word) {
-    if constexpr (kSize == 4) return larger(running, word & ~kSignMask);
-    if constexpr (kSize == 2) return larger_halves(running, word & 0x7fff7fffu);
+    if constexpr (kSize == 4) return larger(running, word & ~kSigns);
+    if constexpr (kSize == 2) return larger_halves(running, word & ~kSigns);
     return larger_halves(larger_halves(running, word & 0x7f007f00u), word << 8 & 0x7f007f00u);
   }
 
@@ -215,7 +226,8 @@ struct Group {
 template <i32 D, int V, class Body>
 __device__ __forceinline__ void visit(const Part& part, i64 chunk_bytes, i32 index, Body& body) {
   using F = Format<D>;
-  const u64 address = reinterpret_cast<u64>(part.values);
+  const void* values = in_global_memory(part.values);
+  const u64 address = reinterpret_cast<u64>(values);
   const i64 before = static_cast<i64>(((0 - address) & 15) / F::kSize);  // values ahead of the first 16-byte address
   const i64 length = chunk_bytes / F::kSize;
   const bool is_last = (index + 1) * length >= part.numel;
@@ -224,14 +236,14 @@ __device__ __forceinline__ void visit(const Part& part, i64 chunk_bytes, i32 ind
   const int lane = static_cast<int>(threadIdx.x);
   if (index == 0) {
     const i64 stop = before < end ? before : end;
-    if (lane < stop) body.single(lane, F::load(part.values, lane));
+    if (lane < stop) body.single(lane, F::load(values, lane));
     begin = stop;
   }
   const int num_vectors = static_cast<int>((end - begin) / F::kPerVector);
   const i64 rest = begin + static_cast<i64>(num_vectors) * F::kPerVector;
-  if (rest + lane < end) body.single(rest + lane, F::load(part.values, rest + lane));
+  if (rest + lane < end) body.single(rest + lane, F::load(values, rest + lane));
 
-  const uint4* vectors = reinterpret_cast<const uint4*>(address + begin * F::kSize);
+  const uint4* vectors = reinterpret_cast<const uint4*>(static_cast<const u8*>(values) + begin * F::kSize);
   for (int first = lane; first < num_vectors; first += V * kThreads) {
     Group<V> group;
 #pragma unroll
@@ -296,16 +308,12 @@ struct Tally {
 
   template <int V>
   __device__ __forceinline__ void count_nonfinite(const Group<V>& group) {
+    // What lies above the largest magnitude is lifted into the sign's place.
+    constexpr u32 kLift = (F::kSigns >> (F::kWidth - 1)) * ((1u << (F::kWidth - 1)) - 1 - F::kLargest);
 #pragma unroll
     for (int k = 0; k < V; ++k)
 #pragma unroll
-      for (int w = 0; w < 4; ++w)
-#pragma unroll
-        for (int i = 0; i < F::kPerWord; ++i) {
-          const u32 code = group.words[k][w] >> i * (8 * F::kSize);
-          constexpr u32 kMagnitude = 0xffffffffu >> (33 - 8 * F::kSize);
-          num_nonfinite += (code & kMagnitude) > F::kLargest;
-        }
+      for (int w = 0; w < 4; ++w) num_nonfinite += __popc(((group.words[k][w] & ~F::kSigns) + kLift) & F::kSigns);
   }
 };
 
@@ -358,18 +366,19 @@ struct Writer {
     u32 words[kWords];
 #pragma unroll
     for (int w = 0; w < kWords; ++w) words[w] = G::narrow_word(values + w * G::kPerWord);
-    const u64 address = reinterpret_cast<u64>(out) + index * G::kSize;
+    u8* const to = static_cast<u8*>(out) + index * G::kSize;
+    const u64 address = reinterpret_cast<u64>(to);
     if (kWords >= 4 && address % 16 == 0) {
 #pragma unroll
       for (int w = 0; w + 3 < kWords; w += 4)
-        reinterpret_cast<uint4*>(address)[w / 4] = uint4{words[w], words[w + 1], words[w + 2], words[w + 3]};
+        reinterpret_cast<uint4*>(to)[w / 4] = uint4{words[w], words[w + 1], words[w + 2], words[w + 3]};
     } else if (kWords < 4 && address % 4 == 0) {
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) reinterpret_cast<u32*>(address)[w] = words[w];
+      for (int w = 0; w < kWords; ++w) reinterpret_cast<u32*>(to)[w] = words[w];
     } else {
 #pragma unroll
       for (int i = 0; i < F::kPerVector; ++i)
-        G::store(out, index + i, words[i / G::kPerWord] >> i % G::kPerWord * (8 * G::kSize));
+        G::store(out, index + i, words[i / G::kPerWord] >> i % G::kPerWord * G::kWidth);
     }
   }
 };
@@ -587,7 +596,7 @@ __device__ __forceinline__ void read_and_more(const Sweep& sweep, Shared& shared
     const u32 subnormal_up_to = counts_losses ? largest_up_to(limits.normal_from / factor, false) : 0;
     with_format(part.dtype, [&](auto format) {
       constexpr i32 D = decltype(format)::kDtype;
-      const Writer<D> writer{part.out, part.out_dtype, static_cast<float>(factor)};
+      const Writer<D> writer{in_global_memory(part.out), part.out_dtype, static_cast<float>(factor)};
       Everything<D> body{{}, {lost_up_to, subnormal_up_to}, writer, counts_losses};
       visit<D, 2>(part, sweep.chunk_bytes, place.index, body);
       finish_chunk(sweep, shared, turn, chunk, part, body.tally);
@@ -610,7 +619,17 @@ __device__ __forceinline__ void read_and_more(const Sweep& sweep, Shared& shared
 #define DISTSCALE_SWEEP_ARGUMENTS \
   {parts, num_parts, chunks, num_chunks, chunk_bytes, inv_scale, amax, partials, slots, sums, num_groups, counts}
 
-extern "C" __global__ void __launch_bounds__(DISTSCALE_THREADS) sweep(DISTSCALE_SWEEP_PARAMETERS) {
+// Blocks that a multiprocessor is to hold. Without the hardware's conversions of FP8 they need more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define DISTSCALE_BLOCKS_THAT_READ 5
+#define DISTSCALE_BLOCKS_THAT_WRITE 3
+#else
+#define DISTSCALE_BLOCKS_THAT_READ 1
+#define DISTSCALE_BLOCKS_THAT_WRITE 1
+#endif
+
+extern "C" __global__ void __launch_bounds__(DISTSCALE_THREADS, DISTSCALE_BLOCKS_THAT_READ)
+    sweep(DISTSCALE_SWEEP_PARAMETERS) {
   __shared__ distscale::Shared shared;
   const distscale::Sweep all DISTSCALE_SWEEP_ARGUMENTS;
   if (partials) {
@@ -620,7 +639,7 @@ extern "C" __global__ void __launch_bounds__(DISTSCALE_THREADS) sweep(DISTSCALE_
   }
 }
 
-extern "C" __global__ void __launch_bounds__(DISTSCALE_THREADS)
+extern "C" __global__ void __launch_bounds__(DISTSCALE_THREADS, DISTSCALE_BLOCKS_THAT_WRITE)
     sweep_and_write(DISTSCALE_SWEEP_PARAMETERS, double zero_up_to, double normal_from) {
   __shared__ distscale::Shared shared;
   const distscale::Sweep all DISTSCALE_SWEEP_ARGUMENTS;
@@ -638,7 +657,7 @@ extern "C" __global__ void __launch_bounds__(DISTSCALE_THREADS)
     const distscale::Part& part = parts[place.part];
     distscale::with_format(part.dtype, [&](auto format) {
       constexpr distscale::i32 D = decltype(format)::kDtype;
-      distscale::Writer<D> writer{const_cast<void*>(part.values), D, *factor};
+      distscale::Writer<D> writer{distscale::in_global_memory(const_cast<void*>(part.values)), D, *factor};
       distscale::visit<D, 4>(part, chunk_bytes, place.index, writer);
     });
   }

@@ -162,6 +162,7 @@ T exchange(T value, int from) {
 
 inline void __syncthreads() { simt::wait(simt::State::kAtBarrier); }
 inline void __threadfence() {}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int distance) {
