@@ -19,7 +19,8 @@ from distscale.policy import NoScaling, Outcome, Policy, ScaleState
 from distscale.reducers import Reducer, default_reducer
 from distscale.replicas import Look
 from distscale.roster import NameSource, Roster
-from distscale.sweep import sweep
+from distscale.sweep import Request, sweep
+from distscale.sweep.early import EarlySweeps
 from distscale.table import UNKNOWN, SlotTable, agree
 
 __all__ = ["Coordinator", "Situation"]
@@ -95,6 +96,7 @@ class Coordinator:
     ) -> None:
         self.roster = Roster(names)
         self.max_norm = max_norm
+        self.early_sweeps = EarlySweeps(max_norm is not None)
         self._process_group = process_group
         self._reducer = reducer
         self._table: SlotTable | None = None
@@ -167,7 +169,9 @@ class Coordinator:
         want_norm = self.max_norm is not None
         try:
             parts = self.roster.parts(optimizers, table, now.unscaled) if failure is None else []
-            slots, sums, _ = sweep(parts, len(table.names), inv_scale, want_norm, device)
+            request = Request(len(table.names), inv_scale, want_norm)
+            done, parts = self.early_sweeps.take(parts, request)
+            slots, sums, _ = sweep(parts, len(table.names), inv_scale, want_norm, device, done=done)
         except Exception as error:
             failure = error
             slots, sums, _ = sweep([], len(table.names), inv_scale, want_norm, device)

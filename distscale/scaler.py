@@ -27,6 +27,7 @@ from distscale.reports import ReportQueue
 from distscale.roster import NameSource
 from distscale.state import ScaleKeeper
 from distscale.sweep import loss_bits, scale_
+from distscale.sweep.early import EarlySweeps
 
 __all__ = ["DistributedGradScaler"]
 
@@ -275,6 +276,11 @@ class DistributedGradScaler(ScaleKeeper):
         self._stop_requested = True
 
     @property
+    def early_sweeps(self) -> EarlySweeps:
+        """Takes what is swept before ``step``; see :func:`distscale.integrations.fsdp.overlap`."""
+        return self._coordinator.early_sweeps
+
+    @property
     def last_step(self) -> StepReport | None:
         """What was decided last; None before the first step. Syncs host: yes, asking is what costs it.
 
@@ -399,6 +405,7 @@ class DistributedGradScaler(ScaleKeeper):
         if self._veto_is_sent:
             self._veto_reason, self._veto_is_sent = None, False
         self._decisions = []
+        self._coordinator.early_sweeps.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         self._reports.drain()

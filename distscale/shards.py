@@ -44,7 +44,11 @@ def shard_of(param: Tensor) -> Shard | None:
         num_shards = math.prod(
             mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate()
         )
+        num_changes = grad._version
         grad = grad.to_local()
+        if num_changes:
+            # Operators on a DTensor are counted there alone; see distscale.sweep.early.
+            torch.autograd.graph.increment_version(grad)
     elif not grad.is_sparse and any(step == 0 < size - 1 for step, size in zip(grad.stride(), grad.shape, strict=True)):
         # An expanded gradient: what is read once could not be written once.
         grad = grad.clone(memory_format=torch.contiguous_format)

@@ -15,10 +15,11 @@ from distscale.sweep.parts import INF_BITS as INF_BITS
 from distscale.sweep.parts import Count as Count
 from distscale.sweep.parts import Limits as Limits
 from distscale.sweep.parts import Part as Part
-from distscale.sweep.parts import Request, Swept
+from distscale.sweep.parts import Request as Request
+from distscale.sweep.parts import Swept as Swept
 from distscale.sweep.reference import amax_bits
 
-__all__ = ["INF_BITS", "Count", "Limits", "Part", "Swept", "loss_bits", "scale_", "sweep"]
+__all__ = ["INF_BITS", "Count", "Limits", "Part", "Request", "Swept", "loss_bits", "scale_", "sweep"]
 
 
 def sweep(
@@ -30,6 +31,7 @@ def sweep(
     *,
     num_groups: int = 1,
     limits: Limits | None = None,
+    done: Sequence[Swept] = (),
 ) -> Swept:
     """Checks and measures every shard in one read, and unscales those that have an ``out``.
 
@@ -41,6 +43,7 @@ def sweep(
         device: of the results.
         num_groups: of sums of squares.
         limits: of the format to count losses for; None: count non-finite values only.
+        done: answers for other parts, to be joined with those of this sweep.
 
     Raises:
         TypeError: for a dtype that is not fp64, fp32, fp16, bf16, e4m3fn or e5m2.
@@ -48,7 +51,8 @@ def sweep(
     Collective: no. Syncs host: no, if all parts are on ``device``.
     """
     request = Request(num_slots, inv_scale, want_norm, num_groups, limits)
-    answers = [backend.sweep(here, request) for backend, here in _by_backend(parts)]
+    answers = [*done, *(backend.sweep(here, request) for backend, here in _by_backend(parts))]
+    torch.autograd.graph.increment_version([part.out for part in parts if part.out is not None])
     if len(answers) == 1 and answers[0].slots.device == device:
         return answers[0]
     slots = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -74,6 +78,8 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None =
     """
     for backend, here in _by_backend([Part(tensor, 0, 1.0, False) for tensor in tensors]):
         backend.scale_([part.values for part in here], factor, found_inf)
+    # Native code writes behind torch's back.
+    torch.autograd.graph.increment_version(tensors)
 
 
 def loss_bits(loss: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distscale.sweep.parts import INF_BITS, Count, Limits, Part, Request, Swept
 
-__all__ = ["amax_bits", "scale_", "sum_of_squares", "sweep", "takes"]
+__all__ = ["amax_bits", "conclude", "constant", "scale_", "sum_of_squares", "sweep", "takes"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SAME_WIDTH_INT = {
@@ -47,32 +47,51 @@ def sweep(parts: Sequence[Part], request: Request) -> Swept:
 
 
 def _sweep(parts: Sequence[Part], request: Request) -> Swept:
-    place = parts[0].values.device
     values = [part.values for part in parts]
-    inv_scale = request.inv_scale.to(place, non_blocking=True)
-    factors = torch.stack([_factor(part, inv_scale) for part in parts])
-    largest = _constant(tuple(_largest(part) for part in parts), torch.float64, place)
-    bits = _unscaled_amax_bits(amax_bits(values), factors, largest)
-    slots = torch.zeros(request.num_slots, dtype=torch.int32, device=place)
-    slot_of = _constant(tuple(part.slot for part in parts), torch.int64, place)
-    slots.scatter_reduce_(0, slot_of, bits, "amax")
-
-    sums = None
-    if request.want_norm:
-        weights = _constant(tuple(part.weight for part in parts), torch.float64, place)
-        group_of = _constant(tuple(part.group for part in parts), torch.int64, place)
-        squares = sum_of_squares(values) * weights * factors * factors
-        sums = torch.zeros(request.num_groups, dtype=torch.float64, device=place).scatter_add_(0, group_of, squares)
-
-    counts = torch.zeros(request.num_slots, len(Count), dtype=torch.int64, device=place)
+    place = values[0].device
+    factors = _factors(parts, request)
+    bits = amax_bits(values)
+    squares = sum_of_squares(values) if request.want_norm else None
+    counts = torch.zeros(len(parts), len(Count), dtype=torch.int64, device=place)
     # What lies in the host's memory is asked before a count that is likely to be zero; a device is not.
     worth_counting = (bits >= INF_BITS).tolist() if place.type == "cpu" else [True] * len(parts)
-    for part, factor, is_worth_it in zip(parts, factors.unbind(), worth_counting, strict=True):
-        if is_worth_it or request.limits is not None:
-            counts[part.slot] += _count(part.values, factor, request.limits)
+    for index, (part, factor) in enumerate(zip(parts, factors.unbind(), strict=True)):
+        if worth_counting[index] or request.limits is not None:
+            counts[index] = _count(part.values, factor, request.limits)
         if part.out is not None:
             _unscale(part.values, factor.float(), part.out)
-    return Swept(slots, sums, counts)
+    return conclude(parts, bits, squares, counts, request)
+
+
+def conclude(parts: Sequence[Part], bits: Tensor, squares: Tensor | None, counts: Tensor, request: Request) -> Swept:
+    """Ends a sweep: from what was found in the values, part by part, to what is true of the unscaled values.
+
+    Args:
+        parts: on one device.
+        bits: int32, shape (len(parts),): amax bits of the values as they are.
+        squares: float64, shape (len(parts),): sums of their squares; None if no norm is wanted.
+        counts: int64, shape (len(parts), len(Count)).
+
+    Collective: no. Syncs host: no.
+    """
+    place = bits.device
+    factors = _factors(parts, request)
+    largest = constant(tuple(_largest(part) for part in parts), torch.float64, place)
+    slot_of = constant(tuple(part.slot for part in parts), torch.int64, place)
+    slots = torch.zeros(request.num_slots, dtype=torch.int32, device=place)
+    slots.scatter_reduce_(0, slot_of, _unscaled_amax_bits(bits, factors, largest), "amax")
+    sums = None
+    if squares is not None:
+        weights = constant(tuple(part.weight for part in parts), torch.float64, place)
+        weighted = squares * weights * factors * factors
+        if request.num_groups == 1:
+            sums = weighted.sum(dim=0, keepdim=True)  # in the same order every time, on a device too
+        else:
+            group_of = constant(tuple(part.group for part in parts), torch.int64, place)
+            sums = torch.zeros(request.num_groups, dtype=torch.float64, device=place)
+            sums.scatter_add_(0, group_of, weighted)
+    counts_of_slots = torch.zeros(request.num_slots, len(Count), dtype=torch.int64, device=place)
+    return Swept(slots, sums, counts_of_slots.index_add_(0, slot_of, counts))
 
 
 def takes(parts: Sequence[Part]) -> bool:
@@ -184,10 +203,17 @@ def _unscaled_amax_bits(bits: Tensor, factors: Tensor, largest: Tensor) -> Tenso
     return torch.where(bits >= INF_BITS, bits, unscaled.float().view(torch.int32))
 
 
-def _factor(part: Part, inv_scale: Tensor) -> Tensor:
-    """What unscales the values: float64, shape ()."""
-    factor = inv_scale if part.is_scaled else torch.ones_like(inv_scale)
-    return factor if part.scale_inv is None else factor * part.scale_inv.detach().double().view(())
+def _factors(parts: Sequence[Part], request: Request) -> Tensor:
+    """What unscales the values: float64, shape (len(parts),)."""
+    place = parts[0].values.device
+    inv_scale = request.inv_scale.to(place, non_blocking=True)
+    is_scaled = constant(tuple(part.is_scaled for part in parts), torch.bool, place)
+    factors = torch.where(is_scaled, inv_scale, 1.0)
+    if any(part.scale_inv is not None for part in parts):
+        ones = torch.ones((), device=place)
+        scale_invs = [ones if part.scale_inv is None else part.scale_inv.detach().view(()) for part in parts]
+        factors = factors * torch.stack(scale_invs).double()
+    return factors
 
 
 def _largest(part: Part) -> float:
@@ -212,7 +238,7 @@ def _count(values: Tensor, factor: Tensor, limits: Limits | None) -> Tensor:
             continue
         magnitudes = codes.view(values.dtype).double()
         # Not inf, which is no value that can be lost.
-        bounds = (_constant(tuple(limits), torch.float64, values.device) / factor).clamp(max=sys.float_info.max)
+        bounds = (constant(tuple(limits), torch.float64, values.device) / factor).clamp(max=sys.float_info.max)
         counts[Count.ZERO] += (magnitudes == 0).sum()
         counts[Count.LOST] += ((magnitudes != 0) & (magnitudes <= bounds[0])).sum()
         counts[Count.SUBNORMAL] += ((magnitudes > bounds[0]) & (magnitudes < bounds[1])).sum()
@@ -289,6 +315,6 @@ def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @lru_cache(maxsize=64)
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small tensor that is the same at every step, so that it is copied to the device once."""
     return torch.tensor(values, dtype=dtype, device=device)
