@@ -20,7 +20,7 @@ from distscale.errors import ProtocolError
 from distscale.sweep import nvrtc
 from distscale.sweep.choice import Unavailable
 from distscale.sweep.parts import Count, Part, Request, Swept
-from distscale.sweep.plan import DTYPE_CODES, describe, describe_tensors, is_native
+from distscale.sweep.plan import DTYPE_CODES, are_native, describe, describe_tensors
 
 __all__ = ["BLOCK_SIZE", "Gpu", "load", "scale_", "sweep", "takes"]
 
@@ -54,8 +54,8 @@ class Gpu(Protocol):
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
 
-    def send(self, array: NDArray[Any]) -> Tensor:
-        """The bytes of an array on the device, copied in the order of the stream. Syncs host: no."""
+    def send(self, array: NDArray[Any], *, wait: bool = False) -> Tensor:
+        """The bytes of an array on the device, copied in the order of the stream. Syncs host: if asked to ``wait``."""
 
     def launch(self, kernel: str, num_blocks: int, *arguments: int | float) -> None:
         """Runs a kernel on the current stream; every argument is a pointer, an int64 or a float64."""
@@ -73,7 +73,7 @@ def load(device: torch.device) -> Gpu:
 
 def takes(parts: Sequence[Part]) -> bool:
     """Whether all are of a native dtype and dense in memory."""
-    return all(is_native(part) for part in parts)
+    return are_native(parts)
 
 
 def sweep(parts: Sequence[Part], request: Request) -> Swept:
@@ -82,14 +82,14 @@ def sweep(parts: Sequence[Part], request: Request) -> Swept:
     Raises:
         ProtocolError: if a CUDA graph is being captured, and tensors of these sizes were not swept before.
 
-    Collective: no. Syncs host: no, but for the first sweep of a device, which may compile.
+    Collective: no. Syncs host: only where tensors of these sizes are new; the first sweep of all may compile.
     """
     device = parts[0].values.device
     gpu = load(device)
     records, numels = describe(parts)
     writes = request.limits is not None or any(part.out is not None for part in parts)
     kernel = "sweep_and_write" if writes else "sweep"
-    table = _table(gpu, kernel, numels, records["dtype"].tobytes())
+    table = _table_for(gpu, kernel, numels, records)
 
     # One buffer, zeroed at once, and the wide numbers first. The kernel's own cells are a small part of it.
     sizes = [_COUNT_WORDS * request.num_slots, 2 * request.num_groups, request.num_slots, len(parts) + 1]
@@ -130,12 +130,12 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None) 
     Raises:
         ProtocolError: as for :func:`sweep`.
 
-    Collective: no. Syncs host: no, if the numbers are on the GPU.
+    Collective: no. Syncs host: as :func:`sweep`, if the numbers are on the GPU.
     """
     device = tensors[0].device
     gpu = load(device)
     records, numels = describe_tensors(tensors)
-    table = _table(gpu, "scale", numels, records["dtype"].tobytes())
+    table = _table_for(gpu, "scale", numels, records)
     sent = gpu.send(records)
     factor = factor.to(device, non_blocking=True)
     found_inf = None if found_inf is None else found_inf.to(device, non_blocking=True)
@@ -161,6 +161,17 @@ class _Table(NamedTuple):
     num_blocks: int
 
 
+_in_graphs: list[_Table] = []
+"""Tables that captured graphs read again, whatever is swept until then."""
+
+
+def _table_for(gpu: Gpu, kernel: str, numels: tuple[int, ...], records: NDArray[np.void]) -> _Table:
+    table = _table(gpu, kernel, numels, records["dtype"].tobytes())
+    if gpu.is_capturing():
+        _in_graphs.append(table)
+    return table
+
+
 @lru_cache(maxsize=256)
 def _table(gpu: Gpu, kernel: str, numels: tuple[int, ...], dtypes: bytes) -> _Table:
     if gpu.is_capturing():
@@ -179,7 +190,8 @@ def _table(gpu: Gpu, kernel: str, numels: tuple[int, ...], dtypes: bytes) -> _Ta
     chunks = np.empty((num_chunks, 2), np.int32)
     chunks[:, 0] = np.repeat(np.arange(len(numels)), chunks_of)
     chunks[:, 1] = np.arange(num_chunks) - np.repeat(firsts, chunks_of)
-    return _Table(gpu.send(chunks), num_chunks, chunk_bytes, max(min(num_blocks, num_chunks), 1))
+    # Later sweeps may be on other streams, which do not wait for this one.
+    return _Table(gpu.send(chunks, wait=True), num_chunks, chunk_bytes, max(min(num_blocks, num_chunks), 1))
 
 
 class _Gpu:
@@ -213,11 +225,11 @@ class _Gpu:
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
 
-    def send(self, array: NDArray[Any]) -> Tensor:
+    def send(self, array: NDArray[Any], *, wait: bool = False) -> Tensor:
         # Torch gives pinned memory to another only when the copy from it is over, and what a graph copies from to none.
         staging = torch.empty(array.nbytes, dtype=torch.uint8, pin_memory=True)
         staging.numpy()[:] = array.reshape(-1).view(np.uint8)
-        return staging.to(self._device, non_blocking=True)
+        return staging.to(self._device, non_blocking=not wait)
 
     def launch(self, kernel: str, num_blocks: int, *arguments: int | float) -> None:
         config = self._config(grid=num_blocks, block=BLOCK_SIZE)

@@ -2,7 +2,8 @@
 //
 // Blocks run one after another. Blocks, warps and the lanes of a warp run in an order drawn from a seed, and shared
 // memory is filled with garbage before each block, so that a missing barrier shows as a wrong result under some seed.
-// A barrier or a shuffle that not all of its threads reach ends the launch with an error.
+// A barrier or a shuffle that not all of its threads reach ends the launch with an error, and so does an access that is
+// not aligned, which a GPU would not survive (compile with -fsanitize=alignment, whose handler is here).
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -55,6 +56,7 @@ inline std::vector<Thread> threads;
 inline int current;
 inline jmp_buf scheduler;
 inline std::function<void()> kernel;
+inline bool was_misaligned;
 
 // Back to the scheduler, until it lets this thread go on.
 inline void wait(State state) {
@@ -129,6 +131,7 @@ inline int launch(int num_blocks, int num_threads, unsigned seed, std::function<
   std::vector<int> blocks(num_blocks);
   std::iota(blocks.begin(), blocks.end(), 0);
   std::shuffle(blocks.begin(), blocks.end(), random);
+  was_misaligned = false;
   int status = 0;
   try {
     for (const int block : blocks) {
@@ -137,6 +140,10 @@ inline int launch(int num_blocks, int num_threads, unsigned seed, std::function<
     }
   } catch (const std::string& reason) {
     std::fprintf(stderr, "simt: %s\n", reason.c_str());
+    status = 1;
+  }
+  if (was_misaligned) {
+    std::fprintf(stderr, "simt: an access was not aligned\n");
     status = 1;
   }
   _mm_setcsr(mode);
@@ -155,6 +162,9 @@ T exchange(T value, int from) {
 }
 
 }  // namespace simt
+
+// Not inline, for a call that the compiler adds does not count as a use.
+extern "C" void __ubsan_handle_type_mismatch_v1(void*, void*) { simt::was_misaligned = true; }
 
 #define threadIdx simt::thread_index
 #define blockIdx simt::block_index

@@ -32,6 +32,7 @@ def build(directory: Path, *options: str, source: Path = _SOURCES) -> Path:
         pytest.skip("there is no C++ compiler to run the CUDA kernels on the host with: install g++")
     library = directory / "libsimt.so"
     command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
+    command += ["-fsanitize=alignment"]  # without its library: simt.h has what it calls
     command += [f"-DDISTSCALE_THREADS={NUM_THREADS}", f"-I{source}", f"-I{_HERE}", *options]
     done = subprocess.run([*command, str(_HERE / "harness.cpp"), "-o", str(library)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -56,7 +57,7 @@ class HostGpu:
     def is_capturing(self) -> bool:
         return self.is_in_capture
 
-    def send(self, array: NDArray[Any]) -> Tensor:
+    def send(self, array: NDArray[Any], *, wait: bool = False) -> Tensor:
         return torch.from_numpy(array.reshape(-1).view(np.uint8).copy())
 
     def launch(self, kernel: str, num_blocks: int, *arguments: int | float) -> None:

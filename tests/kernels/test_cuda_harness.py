@@ -112,7 +112,9 @@ def test_a_graph_is_captured_only_with_its_tables_there(library: Path, monkeypat
     known, factor = [torch.ones(10), torch.ones(20)], torch.tensor(0.5)
     sweep(known)
     gpu.is_in_capture = True
+    monkeypatch.setattr(cuda, "_in_graphs", [])
     sweep([tensor + 1 for tensor in known])
+    assert [table.num_chunks for table in cuda._in_graphs] == [2], "the graph reads a table that is not kept"
     with pytest.raises(ProtocolError, match="run the step once before the capture"):
         sweep([torch.ones(11)])
     with pytest.raises(ProtocolError, match="run the step once before the capture"):

@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_nothing_behind(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(nvrtc.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     assert nvrtc.build((9, 0)).origin == "compiled in memory"
     assert list((tmp_path / "a" / "cache").iterdir()) == []
 
