@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from distscale.sweep.choice import Unavailable
 
-__all__ = ["CACHE_SETTING", "Built", "build", "cache_directory", "choose_target", "compile_for"]
+__all__ = ["CACHE_SETTING", "SOURCES", "Built", "build", "cache_directory", "choose_target", "compile_for"]
 
 CACHE_SETTING = "DISTSCALE_CACHE_DIR"
 """Environment variable: the directory of what was compiled."""
 
 _DIRECTORY = Path(__file__).parent
-_SOURCES = ("sweep.cu", "sweep.h", "numerics.h")
+SOURCES = ("sweep.cu", "chunk.cuh", "packed.cuh", "sweep.h", "numerics.h")
+"""All that the kernels are made of: needed where they run."""
 _STANDARD = "c++17"
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ def _nvrtc() -> tuple[str, list[int]]:
 
 def _key(arch: str, version: str) -> str:
     digest = hashlib.sha256(f"{arch} {version} {_STANDARD}".encode())
-    for name in _SOURCES:
+    for name in SOURCES:
         digest.update(b"\0" + (_DIRECTORY / name).read_bytes())
     return digest.hexdigest()
 

@@ -28,7 +28,7 @@ from sweep_cases import (
 )
 
 from distscale import ProtocolError
-from distscale.sweep import Limits, Part, cuda
+from distscale.sweep import Limits, Part, cuda, nvrtc
 from distscale.sweep.parts import Request, Swept
 
 EXAMPLES = int(os.environ.get("DISTSCALE_EXAMPLES", "1"))
@@ -156,7 +156,7 @@ def test_chunks_share_a_tensor_out_evenly(library: Path) -> None:
 def test_the_harness_sees_a_missing_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, instead: str, why: str
 ) -> None:
-    for name in ("sweep.cu", "sweep.h", "numerics.h"):
+    for name in nvrtc.SOURCES:
         shutil.copy(SOURCES / name, tmp_path)
     source = (SOURCES / "sweep.cu").read_text()
     assert source.count(there) == 1

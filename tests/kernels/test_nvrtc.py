@@ -114,12 +114,12 @@ def test_another_source_is_another_entry(compiled: list[str], tmp_path: Path, mo
     keys = {nvrtc._key("sm_90", "13.0")}
     sources = nvrtc._DIRECTORY
     monkeypatch.setattr(nvrtc, "_DIRECTORY", tmp_path)
-    for changed in nvrtc._SOURCES:
-        for name in nvrtc._SOURCES:
+    for changed in nvrtc.SOURCES:
+        for name in nvrtc.SOURCES:
             text = (sources / name).read_bytes()
             (tmp_path / name).write_bytes(text + b"\n" if name == changed else text)
         keys.add(nvrtc._key("sm_90", "13.0"))
-    assert len(keys) == 1 + len(nvrtc._SOURCES)
+    assert len(keys) == 1 + len(nvrtc.SOURCES)
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "changed"])
