@@ -76,6 +76,19 @@ def _places() -> Case:
     return _own_slots(Case(shards, inv_scale=2.0, limits=Limits.of(torch.float16)))
 
 
+def _inf_and_nan() -> Case:
+    """One at the begin, and the other in the last of many blocks, or in another part of the slot: NaN is the larger."""
+    shards = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2):
+        bad = codes_of([math.inf, math.nan], dtype)
+        for first, last in (bad, bad[::-1]):
+            codes = codes_of(np.ones(70_001), dtype)
+            codes[0], codes[-1] = first, last
+            shards.append(Shard(codes, dtype, slot=len(shards)))
+            shards += [Shard(codes[:5], dtype, slot=len(shards)), Shard(codes[-5:], dtype, slot=len(shards))]
+    return Case(shards)
+
+
 def _shared() -> Case:
     """Several parts in a slot and in a group, of all dtypes, some scaled, some not, some with a scale of their own.
 
@@ -272,6 +285,7 @@ _MAKERS: Mapping[str, Callable[[], Case]] = {
     "long": _long,
     "offsets": _offsets,
     "places": _places,
+    "inf and nan": _inf_and_nan,
     "shared slots and groups": _shared,
     "shared counts": _shared_counts,
     "tiny": lambda: _mixture("tiny", 1.0),

@@ -21,7 +21,7 @@ __all__ = ["CPU", "check_patterns", "check_scale", "check_sweep", "flush_to_zero
 CPU = torch.device("cpu")
 NORM_TOLERANCE = 1e-6
 _CANARY = 0xA5
-_ALIGNED = 64
+_MARGIN = 512  # bytes on either side, more than a vector; a multiple of the alignment that offsets count from
 
 
 class Placed:
@@ -31,8 +31,8 @@ class Placed:
         shape, strides = strides_of(codes.size, layout)
         width = dtype.itemsize
         span = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if codes.size else 0
-        start = _ALIGNED + offset * width
-        self.canvas = torch.full((start + span * width + _ALIGNED,), _CANARY, dtype=torch.uint8, device=device)
+        start = _MARGIN + offset * width
+        self.canvas = torch.full((start + span * width + _MARGIN,), _CANARY, dtype=torch.uint8, device=device)
         flat = self.canvas[start : start + span * width].view(dtype)
         self.tensor = flat.as_strided(shape, strides)
         self.integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
