@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from distscale.decision import Decision
 from distscale.sweep import scale_
 
-__all__ = ["step_fused", "takes_grad_scale", "unscale_and_clip", "with_gradients"]
+__all__ = ["is_watched", "step_fused", "takes_grad_scale", "unscale_and_clip", "with_gradients"]
 
 
 def takes_grad_scale(optimizer: Optimizer) -> bool:
@@ -23,6 +23,16 @@ def takes_grad_scale(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and (
         "grad_scaler" not in inspect.signature(optimizer.step).parameters
     )
+
+
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether someone has put a function of its own in the place of ``optimizer.step``, to see whether it is called.
+
+    Accelerate does, and takes a step that was not called for one that was skipped. The wrapper of torch's LR schedulers
+    does not count: it only wants to know whether ``step`` was ever called.
+    """
+    step = getattr(optimizer, "__dict__", {}).get("step")
+    return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
 
 
 def with_gradients(optimizer: Optimizer) -> dict[int, Tensor]:
@@ -44,13 +54,19 @@ def unscale_and_clip(values: Sequence[Tensor], decision: Decision, is_unscaled: 
         scale_(values, (clip if is_unscaled else clip * inv_scale).float())
 
 
-def step_fused(optimizer: Optimizer, decision: Decision, is_unscaled: bool, kwargs: Mapping[str, Any]) -> Any:
+def step_fused(
+    optimizer: Optimizer, decision: Decision, is_unscaled: bool, is_clipped: bool, kwargs: Mapping[str, Any]
+) -> Any:
     """Steps an optimizer that unscales, clips and skips in its own kernel. Syncs host: no.
 
     A ``grad_scale`` that the user has set on the optimizer is multiplied with, as in torch.
+
+    Args:
+        is_unscaled: whether the gradients do not carry the scale any more.
+        is_clipped: whether they are clipped already; then they are unscaled too.
     """
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    if decision.has_norm or not is_unscaled:
+    if not is_clipped and (decision.has_norm or not is_unscaled):
         carried = 1.0 if is_unscaled else decision.loss_scale.double()
         divisor = carried / decision.verdict.clip_coef.to(decision.loss_scale.device)
         grad_scale = (divisor if grad_scale is None else divisor * grad_scale).float()

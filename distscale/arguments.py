@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distscale.errors import ConfigError, ProtocolError
 from distscale.policy import DynamicScale, NoScaling, Policy, StaticScale, is_number, scale_bounds
 
-__all__ = ["check_max_norm", "check_optimizers", "make_policy", "map_tensors", "read_scale"]
+__all__ = ["check_max_norm", "check_step", "make_policy", "map_tensors", "read_scale", "split_optimizers"]
 
 
 def make_policy(policy: Policy | str | None, rule: DynamicScale) -> Policy:
@@ -36,24 +36,28 @@ def make_policy(policy: Policy | str | None, rule: DynamicScale) -> Policy:
     return policy
 
 
-def check_optimizers(optimizers: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises ProtocolError unless all positional arguments are optimizers and none is a closure."""
-    closure = "closure" in kwargs and kwargs["closure"] is not None
-    for optimizer in optimizers:
-        if hasattr(optimizer, "param_groups") and hasattr(optimizer, "step"):
-            continue
-        if isinstance(optimizer, nn.Module) or not callable(optimizer):
-            raise ProtocolError(
-                f"step() takes optimizers, and got a {type(optimizer).__name__}; pass the optimizers only"
-            )
-        closure = True
-    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise ProtocolError("step() got one optimizer twice; each steps once")
-    if closure:
+def split_optimizers(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The optimizers that positional arguments begin with, and what follows them, without None."""
+    is_optimizer = [hasattr(argument, "param_groups") and hasattr(argument, "step") for argument in arguments]
+    num_optimizers = is_optimizer.index(False) if False in is_optimizer else len(arguments)
+    return list(arguments[:num_optimizers]), [rest for rest in arguments[num_optimizers:] if rest is not None]
+
+
+def check_step(optimizers: Sequence[Any], rest: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises ProtocolError unless there is nothing but optimizers, each once, and no closure."""
+    given = [*rest, kwargs.get("closure")]
+    if any(callable(argument) and not isinstance(argument, nn.Module) for argument in given):
         raise ProtocolError(
             "step() got a closure: an optimizer that calls it would see gradients that were never checked or unscaled. "
             "Call backward() before step(), without a closure"
         )
+    if rest:
+        raise ProtocolError(
+            f"step() takes optimizers, and got a {type(rest[0]).__name__}; pass the optimizers only, and further "
+            "arguments of their own step() by keyword"
+        )
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ProtocolError("step() got one optimizer twice; each steps once")
 
 
 def map_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:

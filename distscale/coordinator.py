@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import cast
@@ -22,6 +22,7 @@ from distscale.roster import NameSource, Roster
 from distscale.sweep import Request, sweep
 from distscale.sweep.early import EarlySweeps
 from distscale.table import UNKNOWN, SlotTable, agree
+from distscale.unscaling import Found
 
 __all__ = ["Coordinator", "Situation"]
 
@@ -44,8 +45,10 @@ class Situation:
     """False on a rank without loss and gradients, which may have missed by what the others scaled theirs."""
     loss_bits: Tensor | None
     """int32, shape (): amax bits of the losses that were scaled; None if there were none."""
-    unscaled: Sequence[Optimizer]
-    """Those whose gradients do not carry the scale any more."""
+    unscaled: Callable[[], Collection[int]]
+    """Returns the parameters, by id, whose gradients do not carry the scale any more."""
+    found: Sequence[tuple[Optimizer, Found]]
+    """What the calls of ``unscale_`` found."""
     stop: bool
     veto: bool
     has_scaled: bool
@@ -168,9 +171,12 @@ class Coordinator:
         inv_scale = now.loss_scale.double().reciprocal()
         want_norm = self.max_norm is not None
         try:
-            parts = self.roster.parts(optimizers, table, now.unscaled) if failure is None else []
+            is_whole = failure is None
+            parts = self.roster.parts(optimizers, table, now.unscaled()) if is_whole else []
             request = Request(len(table.names), inv_scale, want_norm)
             done, parts = self.early_sweeps.take(parts, request)
+            for optimizer, found in now.found if is_whole else ():
+                done.append(found.swept(self.roster.names(optimizer), table, request, device))
             slots, sums, _ = sweep(parts, len(table.names), inv_scale, want_norm, device, done=done)
         except Exception as error:
             failure = error

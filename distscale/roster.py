@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -12,13 +12,20 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distscale.replicas import Look, look
-from distscale.shards import is_here, shard_of
+from distscale.shards import Shard, is_here, shard_of
 from distscale.sweep import Part
 from distscale.table import SlotTable
 
-__all__ = ["NameSource", "Roster"]
+__all__ = ["Held", "NameSource", "Roster"]
 
 NameSource = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+class Held(NamedTuple):
+    """A gradient that this rank holds a part of."""
+
+    name: str
+    shard: Shard
 
 
 @dataclass
@@ -27,6 +34,8 @@ class _Entry:
     named: list[tuple[str, Tensor]] = field(default_factory=list)
     is_listed: bool = False
     """Whether the parameters are in the table that the ranks have agreed on."""
+    ids: frozenset[int] = frozenset()
+    """Of the parameters."""
 
 
 class Roster:
@@ -71,6 +80,7 @@ class Roster:
                 a is not b for (_, a), b in zip(entry.named, params, strict=True)
             ):
                 entry.named = self._name(optimizer, entry.prefix)
+                entry.ids = frozenset(id(param) for _, param in entry.named)
                 entry.is_listed = False
             are_listed &= entry.is_listed
         return are_listed
@@ -80,32 +90,46 @@ class Roster:
         for entry in self._entries.values():
             entry.is_listed = True
 
-    def parts(self, optimizers: Iterable[Optimizer], table: SlotTable, unscaled: Sequence[Optimizer]) -> list[Part]:
-        """What is to be swept: every gradient that this rank holds, once, however many optimizers share it."""
-        parts: dict[int, Part] = {}  # by parameter
-        for optimizer in optimizers:
-            is_scaled = all(optimizer is not other for other in unscaled)
-            for name, param in self._entries[optimizer].named:
-                if id(param) not in parts and (shard := shard_of(param)) is not None:
-                    # The gradient is held by all its holders, cut into num_shards pieces: the rest is replication.
-                    weight = shard.num_shards / table.holders[name]
-                    parts[id(param)] = Part(shard.values, table.slots[name], weight, is_scaled)
-        return list(parts.values())
+    def parts(self, optimizers: Iterable[Optimizer], table: SlotTable, unscaled: Collection[int]) -> list[Part]:
+        """What is to be swept: every gradient that this rank holds, once, however many optimizers share it.
 
-    def values(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """This rank's part of every gradient of ``optimizers``, each once."""
-        shards = map(shard_of, self._params(optimizers).values())
-        return [shard.values for shard in shards if shard is not None]
+        Args:
+            unscaled: parameters, by id, whose gradients do not carry the scale any more.
+        """
+        # The gradient is held by all its holders, cut into num_shards pieces: the rest is replication.
+        return [
+            Part(shard.values, table.slots[name], shard.num_shards / table.holders[name], is_scaled=key not in unscaled)
+            for key, (name, shard) in self.held(optimizers).items()
+        ]
+
+    def held(self, optimizers: Iterable[Optimizer]) -> dict[int, Held]:
+        """This rank's part of every gradient of ``optimizers``, each once, by id of its parameter."""
+        held: dict[int, Held] = {}
+        for optimizer in optimizers:
+            for name, param in self._entries[optimizer].named:
+                if id(param) not in held and (shard := shard_of(param)) is not None:
+                    held[id(param)] = Held(name, shard)
+        return held
+
+    def names(self, optimizer: Optimizer) -> list[str]:
+        """Of the parameters of ``optimizer``, which was met."""
+        return [name for name, _ in self._entries[optimizer].named]
+
+    def ids(self, optimizers: Iterable[Optimizer]) -> set[int]:
+        """Of the parameters of those of ``optimizers`` that were met."""
+        entries = (self._entries.get(optimizer) for optimizer in optimizers)
+        return set().union(*(entry.ids for entry in entries if entry is not None))
+
+    def shares(self, optimizer: Optimizer) -> bool:
+        """Whether a parameter of ``optimizer`` is also one of another optimizer; of those that were met and live."""
+        mine = self.ids([optimizer])
+        return any(other is not optimizer and not entry.ids.isdisjoint(mine) for other, entry in self._entries.items())
 
     def values_of_others(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
         """This rank's part of every gradient of an optimizer that was met and is not among ``optimizers``."""
-        theirs = self._params(optimizers)
-        shards = (shard_of(param) for key, param in self._params(self.optimizers).items() if key not in theirs)
-        return [shard.values for shard in shards if shard is not None]
-
-    def _params(self, optimizers: Sequence[Optimizer]) -> dict[int, Tensor]:
-        self.meet(optimizers)
-        return {id(param): param for optimizer in optimizers for _, param in self._entries[optimizer].named}
+        self.meet(self.optimizers)
+        theirs = self.ids(optimizers)
+        return [held.shard.values for key, held in self.held(self.optimizers).items() if key not in theirs]
 
     def _name(self, optimizer: Optimizer, prefix: str) -> list[tuple[str, Tensor]]:
         given = {id(tensor): name for name, tensor in self._named_tensors()}

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distscale.apply import step_fused, takes_grad_scale, unscale_and_clip, with_gradients
-from distscale.arguments import check_max_norm, check_optimizers, make_policy, map_tensors, read_scale
+from distscale.apply import is_watched, step_fused, takes_grad_scale, unscale_and_clip, with_gradients
+from distscale.arguments import check_max_norm, check_step, make_policy, map_tensors, read_scale, split_optimizers
 from distscale.coordinator import Coordinator, Situation
 from distscale.decision import Decision
 from distscale.errors import ConfigError, ProtocolError
@@ -28,6 +28,7 @@ from distscale.roster import NameSource
 from distscale.state import ScaleKeeper
 from distscale.sweep import loss_bits, scale_
 from distscale.sweep.early import EarlySweeps
+from distscale.unscaling import Found, unscale
 
 __all__ = ["DistributedGradScaler"]
 
@@ -115,7 +116,9 @@ class DistributedGradScaler(ScaleKeeper):
         self._coordinator = Coordinator(process_group, reducer, names, max_norm)
         self._reports = ReportQueue(on_step, max_consecutive_skips)
         self._loss_scale: Tensor | None = None  # what the gradients carry; None until this rank scales a loss
-        self._stepped: list[Optimizer] = []  # since a loss was last scaled: whose gradients cannot be waiting
+        # Since a loss was last scaled:
+        self._stepped: list[Optimizer] = []  # whose gradients cannot be waiting
+        self._applied: list[tuple[Sequence[Optimizer], Decision]] = []  # whose gradients are unscaled, unless skipped
         self._warm: MutableMapping[Optimizer, _Warm] = WeakIdKeyDictionary()
         self._stop_requested = False
         self._failure: Exception | None = None  # that left this rank's parameters in doubt
@@ -146,8 +149,11 @@ class DistributedGradScaler(ScaleKeeper):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of ``optimizer`` by the scale, for code that reads or changes them before ``step``.
 
-        Not needed for clipping, see ``max_norm``. The check follows in ``step``, so that it covers what is done to the
-        gradients in between. Collective: no. Syncs host: no.
+        Not needed for clipping, see ``max_norm``. What is not finite here makes all ranks skip in ``step``, even if it
+        is clamped or overwritten before; and ``step`` checks again what was done to the gradients in between. Until
+        then ``_found_inf_per_device(optimizer)`` holds what this rank alone has found; a flag set in it counts.
+
+        Collective: no. Syncs host: no.
 
         Raises:
             ProtocolError: if called twice for one step, or after it.
@@ -164,18 +170,44 @@ class DistributedGradScaler(ScaleKeeper):
         if stage is OptState.STEPPED:
             raise ProtocolError(f"unscale_() was called for {name} after its step(); call it before, or call update()")
         inv_scale = self._carried_scale().double().reciprocal().float()
-        scale_(self._coordinator.roster.values([optimizer]), inv_scale)
-        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+        self._coordinator.roster.meet([optimizer])
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, torch.zeros_like(inv_scale), True)
+        state["stage"] = OptState.UNSCALED
 
-    def step(self, *optimizers: Optimizer, **kwargs: Any) -> Any:
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
+        """Unscales and checks this rank's gradients of ``optimizer``, under the name and signature of torch's.
+
+        A subclass may override it, or ``unscale_``, for gradients that are not in ``grad``; then ``step`` calls
+        ``unscale_``, as torch's does. Collective: no. Syncs host: no.
+
+        Args:
+            inv_scale: fp32, one element.
+            found_inf: fp32, one element: not 0 if something is known to be not finite.
+            allow_fp16: has no meaning; fp16 gradients are always unscaled.
+
+        Returns:
+            By device, fp32, shape of ``found_inf``: not 0 if a value was not finite, before or after unscaling.
+        """
+        roster = self._coordinator.roster
+        roster.meet([optimizer])
+        found, bits = unscale(roster.held([optimizer]), self._unscaled_ids([optimizer]), inv_scale, found_inf)
+        if id(optimizer) in self._per_optimizer_states:
+            self._per_optimizer_states[id(optimizer)]["amax_bits"] = bits
+        return found
+
+    def step(self, *optimizers: Optimizer | None, **kwargs: Any) -> Any:
         """Steps all ``optimizers``, or none of them if any rank found a reason to skip.
 
         Collective: yes, one exchange; every rank calls it equally often, also one that has no gradients, or no
         optimizer. Syncs host: no, if all optimizers are fused (``fused=True``) and have stepped before; else once.
 
         Args:
-            optimizers: any number. Several share one decision and one norm.
-            kwargs: passed on to each ``optimizer.step``. Closures are refused.
+            optimizers: any number. Several share one decision and one norm. A None after them is taken for the closure
+                that is not there.
+            kwargs: passed on to each ``optimizer.step``. Closures are refused, unless the scaler is disabled.
 
         Returns:
             What the optimizer's step returned; a list for several; None if skipped (not for fused optimizers, which
@@ -187,21 +219,34 @@ class DistributedGradScaler(ScaleKeeper):
         """
         if "optimizer" in kwargs:
             optimizers = (kwargs.pop("optimizer"), *optimizers)
-        check_optimizers(optimizers, kwargs)
+        chosen, rest = split_optimizers(optimizers)
+        if self._enabled or not chosen:
+            check_step(chosen, rest, kwargs)
         if not self._enabled:
-            returned = [optimizer.step(**kwargs) for optimizer in optimizers]
+            returned = [optimizer.step(*rest, **kwargs) for optimizer in chosen]
             self._reports.last = StepReport.unchecked(self._step)
             return returned[0] if len(returned) == 1 else returned
+        return self._step_together(chosen, kwargs)
+
+    def _step_together(self, optimizers: Sequence[Optimizer], kwargs: dict[str, Any]) -> Any:
         for optimizer in optimizers:
             if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
                 raise ProtocolError("step() has already been called since the last update(); call update() after it")
+        failure: Exception | None = None
+        try:
+            for optimizer in optimizers if self._unscales_otherwise else ():
+                if not self._is_unscaled(optimizer):
+                    self.unscale_(optimizer)
+        except Exception as error:  # of a subclass; the other ranks are to hear of it in the exchange
+            failure = error
 
         reads = not optimizers or not all(map(self._steps_on_device, optimizers))
-        decision = self._decide(optimizers, reads)
+        decision = self._decide(optimizers, reads, failure)
         returned = []
         if not (reads and decision.skipped):
             try:
                 returned = self._apply(optimizers, decision, kwargs)
+                self._applied.append((optimizers, decision))
             except BaseException as error:
                 # Other ranks may have applied this step, and here it may be half done: nothing can be trusted now.
                 self._failure = ProtocolError(
@@ -305,7 +350,7 @@ class DistributedGradScaler(ScaleKeeper):
 
     # ---------------------------------------------------------------- the decision and its application
 
-    def _decide(self, optimizers: Sequence[Optimizer], reads: bool) -> Decision:
+    def _decide(self, optimizers: Sequence[Optimizer], reads: bool, failure: Exception | None = None) -> Decision:
         now = Situation(
             step=self._step,
             policy=self._policy,
@@ -314,11 +359,12 @@ class DistributedGradScaler(ScaleKeeper):
             loss_scale=self._carried_scale().clone(),
             knows_loss_scale=not self._scale_may_differ or any(map(with_gradients, optimizers)),
             loss_bits=self._loss_bits,
-            unscaled=self._unscaled(),
+            unscaled=lambda: self._unscaled_ids(optimizers),
+            found=[(optimizer, self._found(optimizer)) for optimizer in optimizers if self._is_unscaled(optimizer)],
             stop=self._stop_requested,
             veto=self._veto_reason is not None,
             has_scaled=self._loss_scale is not None,
-            failure=self._failure,
+            failure=self._failure or failure,
             reads=reads,
         )
         decision = self._coordinator.decide(optimizers, now)
@@ -332,16 +378,22 @@ class DistributedGradScaler(ScaleKeeper):
         return decision
 
     def _apply(self, optimizers: Sequence[Optimizer], decision: Decision, kwargs: dict[str, Any]) -> list[Any]:
-        others = [optimizer for optimizer in optimizers if not takes_grad_scale(optimizer)]
+        roster = self._coordinator.roster
+        on_device = [takes_grad_scale(optimizer) and not roster.shares(optimizer) for optimizer in optimizers]
+        held = roster.held(
+            optimizer for optimizer, is_its_work in zip(optimizers, on_device, strict=True) if not is_its_work
+        )
+        unscaled = self._unscaled_ids(optimizers)
         for is_unscaled in (False, True):
-            chosen = [optimizer for optimizer in others if self._is_unscaled(optimizer) is is_unscaled]
-            unscale_and_clip(self._coordinator.roster.values(chosen), decision, is_unscaled)
+            values = [shard.values for key, (_, shard) in held.items() if (key in unscaled) is is_unscaled]
+            unscale_and_clip(values, decision, is_unscaled)
         returned = []
-        for optimizer in optimizers:
+        for optimizer, unscales in zip(optimizers, on_device, strict=True):
             if not takes_grad_scale(optimizer):
                 returned.append(optimizer.step(**kwargs))
             else:
-                returned.append(step_fused(optimizer, decision, self._is_unscaled(optimizer), kwargs))
+                is_unscaled = self._is_unscaled(optimizer)
+                returned.append(step_fused(optimizer, decision, is_unscaled, not unscales, kwargs))
                 params = self._warm[optimizer].params if optimizer in self._warm else {}
                 self._warm[optimizer] = _Warm(params | with_gradients(optimizer), len(optimizer.state))
         return returned
@@ -350,18 +402,48 @@ class DistributedGradScaler(ScaleKeeper):
         """Whether the optimizer can be stepped without asking the host whether to.
 
         A fused optimizer that creates its state in a step that is skipped leaves what its kernel did not write: zeros
-        in Adam, and uninitialized memory as the momentum of SGD. So the host is asked until all states exist.
+        in Adam, and uninitialized memory as the momentum of SGD. So the host is asked until all states exist. It is
+        also asked for one that is watched, so that a skipped ``step`` is not called, and for one that shares a
+        parameter, so that it is known whether the gradient is unscaled.
         """
         warm = self._warm.get(optimizer)
         return (
             takes_grad_scale(optimizer)
             and warm is not None
+            and not is_watched(optimizer)
+            and not self._coordinator.roster.shares(optimizer)
             and with_gradients(optimizer).keys() <= warm.params.keys()
             and len(optimizer.state) >= warm.num_states
         )
 
+    @property
+    def _unscales_otherwise(self) -> bool:
+        """Whether a subclass unscales in its own way."""
+        mine = type(self)
+        return (mine.unscale_, mine._unscale_grads_) != (
+            DistributedGradScaler.unscale_,
+            DistributedGradScaler._unscale_grads_,
+        )
+
     def _unscaled(self) -> list[Optimizer]:
         return [optimizer for optimizer in self._coordinator.roster.optimizers if self._is_unscaled(optimizer)]
+
+    def _unscaled_ids(self, optimizers: Sequence[Optimizer]) -> set[int]:
+        """Parameters whose gradients do not carry the scale any more, as far as they concern ``optimizers``.
+
+        Syncs host: only if an optimizer that was stepped since the last loss shares a parameter with one of these.
+        """
+        roster = self._coordinator.roster
+        unscaled = roster.ids(self._unscaled())
+        for stepped, decision in self._applied:
+            ids = roster.ids(stepped)
+            if not ids.isdisjoint(roster.ids(optimizers)) and not decision.skipped:
+                unscaled |= ids
+        return unscaled
+
+    def _found(self, optimizer: Optimizer) -> Found:
+        state = self._per_optimizer_states[id(optimizer)]
+        return Found(state["found_inf_per_device"], state.get("amax_bits", {}))
 
     def _is_unscaled(self, optimizer: Optimizer) -> bool:
         state = self._per_optimizer_states.get(id(optimizer))
@@ -380,7 +462,7 @@ class DistributedGradScaler(ScaleKeeper):
                 self._rescale_pending_gradients(self._loss_scale, self._scale)
             self._loss_scale = self._scale.clone()
             self._scale_may_differ = False
-        self._stepped = []  # the backward pass may add to the gradients of any optimizer
+        self._stepped, self._applied = [], []  # the backward pass may add to the gradients of any optimizer
         assert self._loss_scale is not None
         bits = loss_bits(loss).to(self._scale.device, non_blocking=True)
         self._loss_bits = bits if self._loss_bits is None else torch.maximum(self._loss_bits, bits)
@@ -405,11 +487,18 @@ class DistributedGradScaler(ScaleKeeper):
         if self._veto_is_sent:
             self._veto_reason, self._veto_is_sent = None, False
         self._decisions = []
+        self._applied = []
         self._coordinator.early_sweeps.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         self._reports.drain()
-        mine: dict[str, Any] = {"_loss_scale": None, "_stepped": [], "_warm": None, "_stop_requested": False}
+        mine: dict[str, Any] = {
+            "_loss_scale": None,
+            "_stepped": [],
+            "_applied": [],
+            "_warm": None,
+            "_stop_requested": False,
+        }
         return {**super().__getstate__(), **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
