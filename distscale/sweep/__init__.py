@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -83,8 +84,13 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None =
 
 
 def loss_bits(loss: Tensor) -> Tensor:
-    """Amax bits of a loss, int32, shape (), on its device; 0 for one that is not floating point. Syncs host: no."""
+    """Amax bits of a loss, int32, shape (), on its device; 0 for one that is not floating point. Syncs host: no.
+
+    A loss on the meta device, where pipeline schedules try out the loss function, has no values: 0, on the CPU.
+    """
     local: Tensor = loss.to_local().detach() if isinstance(loss, DTensor) else loss.detach()
+    if local.is_meta:
+        return torch.zeros((), dtype=torch.int32)
     if local.is_complex():
         local = torch.view_as_real(local.resolve_conj())
     if not local.is_floating_point():
@@ -94,8 +100,9 @@ def loss_bits(loss: Tensor) -> Tensor:
 
 def _by_backend(parts: Sequence[Part]) -> list[tuple[Backend, Sequence[Part]]]:
     """The parts of each device and backend, none of them empty of parts."""
-    places = {part.values.device for part in parts}
-    if len(places) == 1:
+    are_on_cpu = all(map(attrgetter("values.is_cpu"), parts))  # quicker than a set of devices
+    places = {torch.device("cpu")} if are_on_cpu else {part.values.device for part in parts}
+    if parts and len(places) == 1:
         native = backend_for(places.pop())
         if native.takes(parts):
             return [(native, parts)]

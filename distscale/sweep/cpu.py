@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distscale.sweep.choice import Unavailable
 from distscale.sweep.parts import Count, Part, Request, Swept
-from distscale.sweep.plan import describe, describe_tensors, is_native
+from distscale.sweep.plan import are_native, describe, describe_tensors
 
 __all__ = ["load", "read", "scale_", "sweep", "takes"]
 
@@ -70,7 +70,7 @@ def load() -> _Library:
 
 def takes(parts: Sequence[Part]) -> bool:
     """Whether all are of a native dtype and dense in memory."""
-    return all(is_native(part) for part in parts)
+    return are_native(parts)
 
 
 def sweep(parts: Sequence[Part], request: Request) -> Swept:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distscale.sweep.parts import Part
 
-__all__ = ["DTYPE_CODES", "PART", "describe", "describe_tensors", "is_native"]
+__all__ = ["DTYPE_CODES", "PART", "are_native", "describe", "describe_tensors"]
 
 DTYPE_CODES = {
     torch.float32: 0,
@@ -26,7 +26,7 @@ DTYPE_CODES = {
 }
 """Of the dtypes that native code reads."""
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 PART = np.dtype(
     [
@@ -46,55 +46,69 @@ PART = np.dtype(
 assert PART.itemsize == 64
 
 
-def is_native(part: Part) -> bool:
-    """Whether native code can sweep a part: a dtype of :data:`DTYPE_CODES`, and dense values (and out, alike).
+def are_native(parts: Sequence[Part]) -> bool:
+    """Whether native code can sweep all: dtypes of :data:`DTYPE_CODES`, and dense values (and out, alike).
 
     A subclass of Tensor may keep its values elsewhere, or not be there yet, so it is left to torch.
     """
-    values, out = part.values, part.out
-    if type(values) not in _PLAIN or values.dtype not in DTYPE_CODES or not _is_dense(values):
+    if not _are_readable([part.values for part in parts]):
         return False
-    if out is None:
-        return True
-    return type(out) in _PLAIN and out.dtype in DTYPE_CODES and out.stride() == values.stride() and not values.is_neg()
+    with_out = [(part.values, part.out) for part in parts if part.out is not None]
+    return _are_readable([out for _, out in with_out]) and all(
+        [out.stride() == values.stride() and not values.is_neg() for values, out in with_out]  # noqa: C419
+    )
 
 
 def describe(parts: Sequence[Part]) -> tuple[NDArray[np.void], tuple[int, ...]]:
     """Lays out ``parts``: an array of :data:`PART` of this call's own, and the sizes as a key for what depends on them.
 
     Args:
-        parts: of one device and of the dtypes of :data:`DTYPE_CODES`; values (and out, alike) dense in memory.
+        parts: at least one, of one device, for which :func:`are_native` holds.
+
+    Raises:
+        RuntimeError: if the memory of a tensor has been freed.
     """
-    values, *_, scale_invs, outs = zip(*parts, strict=True)
-    numels = tuple([tensor.numel() for tensor in values])
-    dtypes = tuple([tensor.dtype for tensor in values])
-    out_dtypes = (
-        dtypes
-        if not any(out is not None for out in outs)
-        else tuple([dtype if out is None else out.dtype for dtype, out in zip(dtypes, outs, strict=True)])
-    )
-    records = _layout(numels, dtypes, out_dtypes, tuple([part[1:5] for part in parts])).copy()
-    records["values"] = [tensor.data_ptr() for tensor in values]
-    if not records["values"].all() and any(
-        numel and not tensor.data_ptr() for tensor, numel in zip(values, numels, strict=True)
-    ):
-        raise RuntimeError("the memory of a tensor to be swept has been freed (its storage was resized to 0)")
-    if out_dtypes is not dtypes:
+    values, *columns, scale_invs, outs = zip(*parts, strict=True)
+    none = (None,) * len(parts)
+    has_outs = outs != none
+    out_dtypes = [part.values.dtype if part.out is None else part.out.dtype for part in parts] if has_outs else None
+    records, numels = _records(values, out_dtypes, tuple(columns))
+    if has_outs:
         records["out"] = [0 if out is None else out.data_ptr() for out in outs]
-    if any(scale_inv is not None for scale_inv in scale_invs):
+    if scale_invs != none:
         records["scale_inv"] = [0 if scale_inv is None else scale_inv.data_ptr() for scale_inv in scale_invs]
     return records, numels
 
 
 def describe_tensors(tensors: Sequence[Tensor]) -> tuple[NDArray[np.void], tuple[int, ...]]:
     """Like :func:`describe`, for what is only multiplied with a factor."""
-    return describe([Part(tensor, 0, 1.0, False) for tensor in tensors])
+    return _records(tensors, None, ())
+
+
+def _are_readable(tensors: Sequence[Tensor]) -> bool:
+    # Comprehensions, and sets of what there are few of: a step may bring thousands of tensors.
+    return (
+        {type(tensor) for tensor in tensors} <= _PLAIN
+        and {tensor.dtype for tensor in tensors} <= DTYPE_CODES.keys()
+        and all([tensor.is_contiguous() or _is_dense(tensor) for tensor in tensors])  # noqa: C419
+    )
+
+
+def _records(
+    tensors: Sequence[Tensor], out_dtypes: Sequence[torch.dtype] | None, columns: tuple[tuple[float, ...], ...]
+) -> tuple[NDArray[np.void], tuple[int, ...]]:
+    numels = tuple(map(Tensor.numel, tensors))
+    dtypes = tuple([tensor.dtype for tensor in tensors])
+    records = _layout(numels, dtypes, dtypes if out_dtypes is None else tuple(out_dtypes), columns).copy()
+    addresses = list(map(Tensor.data_ptr, tensors))
+    if not all(addresses) and any(numel and not at for numel, at in zip(numels, addresses, strict=True)):
+        raise RuntimeError("the memory of a tensor to be swept has been freed (its storage was resized to 0)")
+    records["values"] = addresses
+    return records, numels
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the values fill the memory from the first to the last, in any order of the dimensions."""
-    if tensor.is_contiguous():
-        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -108,12 +122,13 @@ def _layout(
     numels: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
     out_dtypes: tuple[torch.dtype, ...],
-    rest: tuple[tuple[int, float, bool, int], ...],
+    columns: tuple[tuple[float, ...], ...],
 ) -> NDArray[np.void]:
     records = np.zeros(len(numels), PART)
     records["numel"] = numels
     records["dtype"] = [DTYPE_CODES[dtype] for dtype in dtypes]
     records["out_dtype"] = [DTYPE_CODES[dtype] for dtype in out_dtypes]
-    records["slot"], records["weight"], records["is_scaled"], records["group"] = zip(*rest, strict=True)
+    for name, column in zip(Part._fields[1:5], columns, strict=False):
+        records[name] = column
     records.flags.writeable = False
     return records

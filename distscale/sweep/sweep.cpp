@@ -89,6 +89,7 @@ i64 bytes_of(const Part* parts, i64 count) {
 
 std::vector<Chunk> chunks_of(const Part* parts, i64 count) {
   std::vector<Chunk> chunks;
+  chunks.reserve(static_cast<u64>(count));
   for (const Part* part = parts; part != parts + count; ++part) {
     for (i64 begin = 0; begin < part->numel; begin += kChunk) chunks.push_back({part, begin});
   }
