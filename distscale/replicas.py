@@ -3,7 +3,8 @@
 A norm over all ranks counts a replicated gradient once. A DTensor says how it is laid out; a plain tensor does not: the
 first layer's weight of every pipeline stage may be called ``0.weight``, as is every rank's copy of it under DDP. What
 tells them apart is their content, for copies that are stepped together are equal, bit for bit. Tensors of one constant
-value, as biases and norms are at the start, say nothing; they take after a neighbour in their module.
+value, as biases and norms are at the start, say nothing; they take after a neighbour in their module, whose pieces on
+all ranks count as one.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Look(NamedTuple):
     mesh: int | None
     """Checksum of the ranks that hold the pieces of a DTensor; None for a plain tensor, whole on each of its ranks."""
     content: int
-    """Checksum of shape, dtype and values, and of a neighbour's if all values are equal; 0 if no other rank can hold a
-    tensor of that name, since the mesh has them all."""
+    """Checksum of shape, dtype and values; 0 if no other tensor can have the name, since the mesh has all ranks."""
+    neighbour: str | None = None
+    """The tensor that a constant one takes after."""
 
 
 def look(named: Mapping[str, Tensor], world_size: int) -> dict[str, Look]:
@@ -62,29 +64,29 @@ def look(named: Mapping[str, Tensor], world_size: int) -> dict[str, Look]:
     looks = {}
     for name, param in named.items():
         mesh = param.device_mesh if isinstance(param, DTensor) else None
-        content = own[name] if name not in neighbours else digest((own[name], own[neighbours[name]]))
-        if mesh is None:
-            looks[name] = Look(None, content)
-        else:
-            looks[name] = Look(ranks[id(mesh)], 0 if mesh.size() == world_size else content)
+        content = 0 if mesh is not None and mesh.size() == world_size else own[name]
+        looks[name] = Look(None if mesh is None else ranks[id(mesh)], content, neighbours.get(name))
     return looks
 
 
 def count_holders(looks_by_rank: Sequence[Mapping[str, Look]]) -> list[dict[str, int]]:
     """Counts, for every rank and each of its tensors, the ranks that hold that gradient or a piece of it. Pure."""
-    pieces: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for looks in looks_by_rank:
-        for name, seen in looks.items():
-            if seen.mesh is not None:
-                pieces[name, seen.mesh].append(seen.content)
-    # A DTensor is known by what all ranks of its mesh hold together.
-    whole = {key: tuple(sorted(contents)) for key, contents in pieces.items()}
-    identities: list[dict[str, object]] = [
-        {name: (name, seen.content if seen.mesh is None else whole[name, seen.mesh]) for name, seen in looks.items()}
-        for looks in looks_by_rank
-    ]
+    identities: list[dict[str, object]] = [{} for _ in looks_by_rank]
+    for is_constant in (False, True):
+        # A DTensor is known by what all ranks of its mesh hold together.
+        pieces: dict[object, set[object]] = defaultdict(set)
+        chosen = [
+            (rank, name, seen, (seen.content, identities[rank].get(seen.neighbour or "")))
+            for rank, looks in enumerate(looks_by_rank)
+            for name, seen in looks.items()
+            if (seen.neighbour is not None) is is_constant
+        ]
+        for _, name, seen, piece in chosen:
+            pieces[name, seen.mesh].add(piece)
+        for rank, name, seen, piece in chosen:
+            identities[rank][name] = name, piece if seen.mesh is None else frozenset(pieces[name, seen.mesh])
     holders = Counter(identity for by_name in identities for identity in by_name.values())
-    return [{name: holders[identity] for name, identity in by_name.items()} for by_name in identities]
+    return [{name: holders[identities[rank][name]] for name in looks} for rank, looks in enumerate(looks_by_rank)]
 
 
 def _neighbours(names: Sequence[str], constant: Sequence[str]) -> dict[str, str]:
