@@ -32,9 +32,11 @@ struct Kernels {
   u32 (*read)(const void* bytes, i64 count);
 };
 
+// Those of this platform; see CMakeLists.txt.
 extern const Kernels kernels_plain;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_neon;
 
 }  // namespace distscale
 

@@ -112,6 +112,18 @@ inline U8 to_u8(U32 codes) {
   return as<U8>(static_cast<long long>(_mm_cvtsi128_si64(_mm_packus_epi16(half, half))));
 }
 
+#elif defined(__aarch64__)
+
+inline F32 widen_float16(U16 codes) { return as<F32>(vcvt_f32_f16(as<float16x4_t>(codes))); }
+inline U16 narrow_float16(F32 values) { return as<U16>(vcvt_f16_f32(as<float32x4_t>(values))); }
+inline U16 to_u16(U8 codes) { return as<U16>(vget_low_u16(vmovl_u8(vcreate_u8(as<u32>(codes))))); }
+inline U16 to_u16(U32 codes) { return as<U16>(vmovn_u32(as<uint32x4_t>(codes))); }
+inline U32 to_u32(U16 codes) { return as<U32>(vmovl_u16(as<uint16x4_t>(codes))); }
+inline U8 to_u8(U32 codes) {
+  const uint16x4_t half = vmovn_u32(as<uint32x4_t>(codes));
+  return as<U8>(vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(half, half))), 0));
+}
+
 #else
 
 inline U16 to_u16(U8 codes) { return __builtin_convertvector(codes, U16); }
@@ -119,24 +131,21 @@ inline U16 to_u16(U32 codes) { return __builtin_convertvector(codes, U16); }
 inline U32 to_u32(U16 codes) { return __builtin_convertvector(codes, U32); }
 inline U8 to_u8(U32 codes) { return __builtin_convertvector(codes, U8); }
 
-#if defined(__aarch64__)
-inline F32 widen_float16(U16 codes) { return as<F32>(vcvt_f32_f16(as<float16x4_t>(codes))); }
-inline U16 narrow_float16(F32 values) { return as<U16>(vcvt_f16_f32(as<float32x4_t>(values))); }
-#else
+template <class Format, bool kSaturates>
+U32 narrow_small(F32 values);
+inline U16 narrow_float16(F32 values) { return to_u16(narrow_small<Float16, false>(values)); }
 inline F32 widen_float16(U16 codes) {
+  constexpr u32 kRebase = static_cast<u32>(127 - Float16::kBias) << 23;
+  constexpr u32 kSmallestNormal = kRebase + (1u << 23);
   const U32 wide = to_u32(codes);
   const U32 magnitudes = wide & Float16::kMagnitude;
   const U32 shifted = magnitudes << Float16::kShift;
-  constexpr u32 kRebase = static_cast<u32>(127 - Float16::kBias) << 23;
-  constexpr u32 kSmallestNormal = kRebase + (1u << 23);
   // With the hidden bit of a normal number added and taken away again, a subnormal becomes a normal number of fp32.
   const U32 subnormal = as<U32>(as<F32>(shifted + kSmallestNormal) - float_of(kSmallestNormal));
   const U32 finite = shifted < (1u << 23) ? subnormal : shifted + kRebase;
   const U32 result = magnitudes > Float16::kLargest ? shifted | kInfBits : finite;
   return as<F32>(result | (wide << 16 & kSignMask));
 }
-#define DISTSCALE_NARROW_FLOAT16_IN_INTEGERS
-#endif
 
 #endif
 
@@ -160,10 +169,6 @@ inline U32 narrow_small(F32 values) {
   const U32 codes = magnitudes >= kInfBits ? nonfinite : finite < most ? finite : most;
   return codes | (as<U32>(values) & kSignMask) >> (32 - Format::kWidth);
 }
-
-#if defined(DISTSCALE_NARROW_FLOAT16_IN_INTEGERS)
-inline U16 narrow_float16(F32 values) { return to_u16(narrow_small<Float16, false>(values)); }
-#endif
 
 inline U16 narrow_bfloat16(F32 values) {
   const U32 wide = as<U32>(values);

@@ -8,6 +8,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "kernels.h"
 
 #define DISTSCALE_EXPORT extern "C" __attribute__((visibility("default")))
@@ -19,18 +23,29 @@ constexpr i32 kAbi = 1;                     // raised with every change of the f
 constexpr i64 kChunk = 64 * kBlock;         // values that a thread takes at a time
 constexpr i64 kBytesPerThread = 512 << 10;  // what makes up for starting one
 
-// Kernels of the best instruction set that this CPU has, or of the one that DISTSCALE_ISA names if it has that.
+#if defined(__x86_64__)
+bool has_f16c() {  // which __builtin_cpu_supports does not know in older compilers
+  unsigned int eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
+// Kernels of the best instruction set that this CPU has; DISTSCALE_ISA may name another one of those (else: plain).
 const Kernels& choose_kernels() {
+#if defined(__x86_64__)
   const char* name = std::getenv("DISTSCALE_ISA");
   const auto may_be = [name](const char* isa) { return !name || !*name || !std::strcmp(name, isa); };
-#if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512 && may_be("avx512")) return kernels_avx512;
   if (avx2 && may_be("avx2")) return kernels_avx2;
-#endif
   return kernels_plain;
+#elif defined(__aarch64__)
+  return kernels_neon;
+#else
+  return kernels_plain;
+#endif
 }
 
 const Kernels& kernels() {
