@@ -36,7 +36,7 @@ pretrain: $(READY) ## pretrain the small GPT and print a verdict
 compare: $(READY) ## the same, and again in FP32 and in FP16 without a scale
 	exec launch/torchrun.sh $(CONFIG) --compare $(ARGS)
 
-bench: $(READY) ## measure the sweep beside torch's operators (about a minute)
+bench: $(READY) ## measure the sweep beside torch's operators
 	$(BIN)/distscale bench $(ARGS)
 
 test: $(READY) ## run the tests
