@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from distscale import ConfigError, DistributedGradScaler
@@ -31,6 +32,13 @@ def make(request: pytest.FixtureRequest) -> MakeScaler:
         return scaler
 
     return make
+
+
+@pytest.fixture(params=[*BOTH, ShardedGradScaler], ids=lambda scaler: scaler.__name__)
+def local_scaler(request: pytest.FixtureRequest) -> GradScaler:
+    """For what no class exchanges."""
+    scaler: GradScaler = request.param("cpu")
+    return scaler
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -73,7 +81,9 @@ MIXED: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("bad", [INF, -INF, math.nan])
 @pytest.mark.parametrize("place", [None, *(name for name in MIXED if name != "empty")])
-def test_gradients_of_all_dtypes_and_strides_in_one_call(make: MakeScaler, place: str | None, bad: float) -> None:
+def test_gradients_of_all_dtypes_and_strides_in_one_call(
+    local_scaler: GradScaler, place: str | None, bad: float
+) -> None:
     grads = {name: build() for name, build in MIXED.items()}
     params = [torch.empty_like(grad, requires_grad=True) for grad in grads.values()]
     for param, grad in zip(params, grads.values(), strict=True):
@@ -81,7 +91,8 @@ def test_gradients_of_all_dtypes_and_strides_in_one_call(make: MakeScaler, place
     if place is not None:
         grads[place][3, 2] = bad
     optimizer = SGD([*params, torch.ones(2, requires_grad=True)], lr=1.0)  # the last has no gradient
-    found = make()._unscale_grads_(optimizer, torch.tensor([0.25]), torch.zeros(1), True)
+    local_scaler.scale(torch.ones(()))
+    found = local_scaler._unscale_grads_(optimizer, torch.tensor([0.25]), torch.zeros(1), True)
     assert [(device.type, flag.shape, flag.item()) for device, flag in found.items()] == [
         ("cpu", (1,), float(place is not None))
     ]
@@ -94,21 +105,21 @@ def test_gradients_of_all_dtypes_and_strides_in_one_call(make: MakeScaler, place
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bad", [0.0, INF, math.nan])
-def test_sparse_gradients(make: MakeScaler, dtype: torch.dtype, bad: float) -> None:
+def test_sparse_gradients(local_scaler: GradScaler, dtype: torch.dtype, bad: float) -> None:
     indices, values = torch.tensor([[1, 0, 1], [2, 1, 2]]), torch.tensor([8.0, 16.0, 4.0 + bad], dtype=dtype)
     param = nn.Parameter(torch.zeros(2, 4, dtype=dtype))
     param.grad = torch.sparse_coo_tensor(indices, values, (2, 4), check_invariants=True)
     dense = param.grad.to_dense()
-    found = make()._unscale_grads_(SGD([param], lr=1.0), torch.tensor(0.5), torch.zeros(()), True)
+    found = local_scaler._unscale_grads_(SGD([param], lr=1.0), torch.tensor(0.5), torch.zeros(()), True)
     assert [flag.item() for flag in found.values()] == [float(bad != 0)]
     torch.testing.assert_close(param.grad.to_dense(), dense / 2, rtol=0, atol=0, equal_nan=True)
 
 
-def test_sparse_values_that_are_finite_apart_and_infinite_together(make: MakeScaler) -> None:
+def test_sparse_values_that_are_finite_apart_and_infinite_together(local_scaler: GradScaler) -> None:
     param = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     values = torch.full((2,), 50000.0, dtype=torch.float16)
     param.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), values, (3,), check_invariants=True)
-    found = make()._unscale_grads_(SGD([param], lr=1.0), torch.tensor(0.5), torch.zeros(()), True)
+    found = local_scaler._unscale_grads_(SGD([param], lr=1.0), torch.tensor(0.5), torch.zeros(()), True)
     assert [flag.item() for flag in found.values()] == [1.0]
 
 
