@@ -9,6 +9,7 @@ between canaries, at any distance from an aligned address, and nothing but what 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -77,12 +78,12 @@ def _places() -> Case:
 
 
 def _inf_and_nan() -> Case:
-    """One at the begin, and the other in the last of many blocks, or in another part of the slot: NaN is the larger."""
+    """One at the begin, and the other in a later block or chunk, or in another part of the slot: NaN is the larger."""
     shards = []
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2):
         bad = codes_of([math.inf, math.nan], dtype)
-        for first, last in (bad, bad[::-1]):
-            codes = codes_of(np.ones(70_001), dtype)
+        for numel, (first, last) in itertools.product((5003, 70_001), (bad, bad[::-1])):
+            codes = codes_of(np.ones(numel), dtype)
             codes[0], codes[-1] = first, last
             shards.append(Shard(codes, dtype, slot=len(shards)))
             shards += [Shard(codes[:5], dtype, slot=len(shards)), Shard(codes[-5:], dtype, slot=len(shards))]

@@ -90,8 +90,8 @@ def flush_to_zero(mode: bool) -> Iterator[None]:
 def check_sweep(backend: Backend, case: Case, device: torch.device = CPU, *, flush: bool = False) -> Swept:
     """Sweeps and compares all that there is with the oracle; returns what was found.
 
-    What a backend does not take goes through the reference, as it does in :func:`distscale.sweep.sweep`. It must take
-    every dense tensor of the five dtypes.
+    It must take every dense tensor of the five dtypes. What a backend does not take goes through the reference, as it
+    does in :func:`distscale.sweep.sweep`; parts that it does not take together are swept one by one as well.
     """
     wanted = case.expected
     values = [Placed(shard.codes, shard.dtype, device, shard.offset, shard.layout) for shard in case.shards]
@@ -99,6 +99,11 @@ def check_sweep(backend: Backend, case: Case, device: torch.device = CPU, *, flu
     parts = [_part(*both, device) for both in zip(case.shards, values, outs, strict=True)]
     if all(_must_take(shard) for shard in case.shards):
         assert backend.takes(parts)
+    takes = backend.takes(parts)
+    if not takes and len(parts) > 1:
+        for shard in case.shards:
+            alone = replace(case, shards=[replace(shard, slot=0, group=0)])
+            check_sweep(backend, alone, device, flush=flush)
     request = Request(
         case.num_slots,
         torch.tensor(case.inv_scale, dtype=torch.float64, device=device),
@@ -107,7 +112,7 @@ def check_sweep(backend: Backend, case: Case, device: torch.device = CPU, *, flu
         case.limits,
     )
     with flush_to_zero(flush):
-        swept = (backend if backend.takes(parts) else reference).sweep(parts, request)
+        swept = (backend if takes else reference).sweep(parts, request)
     _compare(swept, wanted, case, device)
     for index, shard in enumerate(case.shards):
         where = f"part {index}: {_describe(shard)}"

@@ -79,7 +79,7 @@ def test_fixed_cases(native: Native, name: str, flush: bool) -> None:
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["subnormals", "flush-to-zero"])
-@settings(max_examples=150 * EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=80 * EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=cases())
 def test_random_cases(native: Native, case: Case, flush: bool) -> None:
     check_sweep(*_with(native, case), flush=flush)
