@@ -190,6 +190,24 @@ def test_found_inf_reaches_a_fused_optimizer(scaler: GradScaler) -> None:
     assert optimizer.given == [(8.0, 0.0, ()), (8.0, 1.0, ())]
 
 
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop:FutureWarning")
+@pytest.mark.parametrize("scaler_class", BOTH)
+def test_optimizer_that_takes_the_scaler_differs(scaler_class: type[GradScaler]) -> None:
+    class Takes(SGD):
+        _step_supports_amp_scaling = True
+        given: Any = None
+
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]
+            self.given = grad_scaler, self.param_groups[0]["params"][0].grad[0].item()
+
+    param, _ = case()
+    optimizer = Takes([param])
+    scaler = scaler_class("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    assert optimizer.given == ((scaler, 8.0) if scaler_class is GradScaler else (None, 1.0))
+
+
 # ---------------------------------------------------------------- classes derived from it
 
 

@@ -502,6 +502,17 @@ def test_update_between_two_optimizers_differs(scaler_class: MakeScaler) -> None
 
 
 @pytest.mark.parametrize("scaler_class", BOTH)
+def test_parameter_of_two_optimizers_differs(scaler_class: MakeScaler) -> None:
+    param = nn.Parameter(torch.zeros(1))
+    optimizers = [SGD([param], lr=1.0) for _ in range(2)]
+    scaler = scaler_class("cpu", init_scale=4.0)
+    scaler.scale(param.sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert param.item() == (-1.25 if scaler_class is GradScaler else -2.0)
+
+
+@pytest.mark.parametrize("scaler_class", BOTH)
 def test_gradient_spoiled_after_unscaling_differs(scaler_class: MakeScaler) -> None:
     param = nn.Parameter(torch.zeros(1))
     optimizer = SGD([param], lr=1.0)
