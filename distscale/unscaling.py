@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ class Found(NamedTuple):
 
     by_device: Mapping[torch.device, Tensor]
     """fp32, one element each: not 0 if a gradient on that device was not finite. Callers may have changed them."""
-    bits: Mapping[str, Tensor]
-    """int32, shape (): unscaled amax bits by name; empty where other code than ours has unscaled."""
+    bits: Sequence[tuple[Sequence[str], Tensor]]
+    """By device: names, and the unscaled amax bits of each (int32). Empty where other code than ours has unscaled."""
 
     def swept(self, names: Iterable[str], table: SlotTable, request: Request, device: torch.device) -> Swept:
         """As the answer of a sweep: the slots of what was not finite. Syncs host: no.
@@ -35,11 +35,11 @@ class Found(NamedTuple):
         The report names the last one that is not finite, so one that is known comes before it.
         """
         slots = torch.zeros(request.num_slots, dtype=torch.int32, device=device)
-        known = [name for name in self.bits if name in table.slots]
-        if known:
-            bits = torch.stack([self.bits[name].to(device, non_blocking=True) for name in known])
-            rows = constant(tuple(table.slots[name] for name in known), torch.int64, device)
-            slots[rows] = torch.where(bits >= INF_BITS, bits, 0)
+        for known, bits in self.bits:
+            # A parameter that has left its optimizer since then has no slot any more.
+            rows = constant(tuple(table.slots.get(name, request.num_slots) for name in known), torch.int64, device)
+            bad = torch.where(bits >= INF_BITS, bits, 0).to(device, non_blocking=True)
+            slots = torch.maximum(slots, bad.new_zeros(request.num_slots + 1).index_copy_(0, rows, bad)[:-1])
         first = min((table.slots[name] for name in names if name in table.slots), default=None)
         flags = [flag.detach().reshape(1).to(device, non_blocking=True) for flag in self.by_device.values()]
         if flags and first is not None:
@@ -52,7 +52,7 @@ class Found(NamedTuple):
 
 def unscale(
     gradients: Mapping[int, Held], unscaled: Collection[int], inv_scale: Tensor, found_inf: Tensor
-) -> tuple[dict[torch.device, Tensor], dict[str, Tensor]]:
+) -> tuple[dict[torch.device, Tensor], list[tuple[list[str], Tensor]]]:
     """Multiplies gradients by ``inv_scale`` in place and checks them, before and after, in the same pass.
 
     Args:
@@ -62,13 +62,13 @@ def unscale(
         found_inf: fp32, one element: not 0 if something is known to be not finite.
 
     Returns:
-        ``found_inf`` by device, and the amax bits by name; see :class:`Found`. Collective: no. Syncs host: no.
+        ``found_inf`` by device, and the amax bits by device; see :class:`Found`. Collective: no. Syncs host: no.
     """
     by_device: dict[torch.device, list[tuple[Held, bool]]] = defaultdict(list)
     for key, held in gradients.items():
         by_device[held.shard.values.device].append((held, key not in unscaled))
     found: dict[torch.device, Tensor] = {}
-    bits: dict[str, Tensor] = {}
+    bits = []
     for device, here in by_device.items():
         parts = [
             Part(shard.values, slot, 1.0, is_scaled, out=shard.values if is_scaled else None)
@@ -77,5 +77,5 @@ def unscale(
         slots, _, _ = sweep(parts, len(parts), inv_scale.double().reshape(()), False, device)
         known = found_inf.to(device, non_blocking=True)
         found[device] = torch.maximum(known, (slots >= INF_BITS).any().to(known.dtype))
-        bits.update(zip((held.name for held, _ in here), slots.unbind(), strict=True))
+        bits.append(([held.name for held, _ in here], slots))
     return found or {found_inf.device: found_inf}, bits
