@@ -121,7 +121,8 @@ def test_judgement_is_one_graph(max_norm: float | None) -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, INF])
-def test_update_reads_nothing(bad: float) -> None:
+@pytest.mark.parametrize("unscales", [False, True])
+def test_step_and_update_read_nothing(unscales: bool, bad: float) -> None:
     param = nn.Parameter(torch.zeros(3))
     optimizer = AdamW([param], fused=True)
     scaler = DistributedGradScaler("cpu", max_norm=1.0)
@@ -133,20 +134,11 @@ def test_update_reads_nothing(bad: float) -> None:
             scaler.update()
     storage = scaler._scale.data_ptr()  # type: ignore[union-attr]
     with NoHostReads():
+        if unscales:
+            scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
     assert scaler._scale is not None
     assert (scaler._scale.data_ptr(), scaler.get_scale()) == (storage, 2.0**15 if bad else 2.0**16)
     with pytest.raises(AssertionError, match="reads a value"), NoHostReads():
         scaler.get_scale()  # the mode sees what there is to see
-
-
-def test_unscaling_reads_nothing() -> None:
-    param = nn.Parameter(torch.zeros(3))
-    optimizer = AdamW([param])
-    scaler = DistributedGradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    param.grad = torch.tensor([1.0, INF, 2.0])
-    with NoHostReads():
-        scaler.unscale_(optimizer)
-    assert [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()] == [1.0]

@@ -543,6 +543,23 @@ def test_order_of_calls(make: MakeScaler) -> None:
     assert param.item() == -1.0
 
 
+def test_what_step_returns(make: MakeScaler) -> None:
+    class Says(SGD):
+        def step(self, closure: Any = None) -> float:  # type: ignore[override]
+            return 3.0
+
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = Says([param], lr=1.0)
+    scaler = make()
+    returned = []
+    for grad in (1.0, INF, math.nan):
+        scaler.scale(torch.ones(()))
+        param.grad = torch.full((1,), grad)
+        returned.append(scaler.step(optimizer))
+        scaler.update()
+    assert returned == [3.0, None, None]
+
+
 def test_closure_by_keyword_is_refused(make: MakeScaler) -> None:
     param = nn.Parameter(torch.zeros(1))
     scaler = make()
