@@ -81,8 +81,9 @@ class ScaleKeeper(GradScaler):
         self._init_blocked_steps = saved.blocked_steps
         self._step = saved.step
         if self._scale is not None:
-            device, self._scale, self._growth_tracker = self._scale.device, None, None
-            self._lazy_init_scale_growth_tracker(device)
+            values = (saved.scale, saved.growth_tracker, saved.hysteresis_tracker, saved.blocked_steps)
+            for mine, value in zip(self._state(), values, strict=True):
+                mine.fill_(value)
 
     def _state(self) -> ScaleState:
         if self._scale is None:
@@ -97,6 +98,8 @@ class ScaleKeeper(GradScaler):
         self._step += 1
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._scale is not None:
+            return  # Accelerate calls this after every load, also in a run that has begun, where torch's asserts
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
         self._blocked_steps = torch.full((), self._init_blocked_steps, dtype=torch.int32, device=dev)
