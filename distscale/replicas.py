@@ -64,29 +64,41 @@ def look(named: Mapping[str, Tensor], world_size: int) -> dict[str, Look]:
     looks = {}
     for name, param in named.items():
         mesh = param.device_mesh if isinstance(param, DTensor) else None
-        content = 0 if mesh is not None and mesh.size() == world_size else own[name]
-        looks[name] = Look(None if mesh is None else ranks[id(mesh)], content, neighbours.get(name))
+        if mesh is not None and mesh.size() == world_size:
+            looks[name] = Look(ranks[id(mesh)], 0)
+        else:
+            looks[name] = Look(None if mesh is None else ranks[id(mesh)], own[name], neighbours.get(name))
     return looks
 
 
 def count_holders(looks_by_rank: Sequence[Mapping[str, Look]]) -> list[dict[str, int]]:
     """Counts, for every rank and each of its tensors, the ranks that hold that gradient or a piece of it. Pure."""
+    # A DTensor is known by what all ranks of its mesh hold together, and constant if all pieces are.
+    looks_at: dict[object, list[Look]] = defaultdict(list)
+    for rank, looks in enumerate(looks_by_rank):
+        for name, seen in looks.items():
+            looks_at[_key(rank, name, seen)].append(seen)
+    constant = {key for key, pieces in looks_at.items() if all(piece.neighbour is not None for piece in pieces)}
     identities: list[dict[str, object]] = [{} for _ in looks_by_rank]
-    for is_constant in (False, True):
-        # A DTensor is known by what all ranks of its mesh hold together.
+    for of_constants in (False, True):
         pieces: dict[object, set[object]] = defaultdict(set)
         chosen = [
-            (rank, name, seen, (seen.content, identities[rank].get(seen.neighbour or "")))
+            (rank, name, key, (seen.content, identities[rank].get(seen.neighbour or "") if of_constants else None))
             for rank, looks in enumerate(looks_by_rank)
             for name, seen in looks.items()
-            if (seen.neighbour is not None) is is_constant
+            if ((key := _key(rank, name, seen)) in constant) is of_constants
         ]
-        for _, name, seen, piece in chosen:
-            pieces[name, seen.mesh].add(piece)
-        for rank, name, seen, piece in chosen:
-            identities[rank][name] = name, piece if seen.mesh is None else frozenset(pieces[name, seen.mesh])
+        for _, _, key, piece in chosen:
+            pieces[key].add(piece)
+        for rank, name, key, _ in chosen:
+            identities[rank][name] = name, frozenset(pieces[key])
     holders = Counter(identity for by_name in identities for identity in by_name.values())
     return [{name: holders[identities[rank][name]] for name in looks} for rank, looks in enumerate(looks_by_rank)]
+
+
+def _key(rank: int, name: str, seen: Look) -> object:
+    """Of all pieces of one tensor."""
+    return (name, "mesh", seen.mesh) if seen.mesh is not None else (name, "rank", rank)
 
 
 def _neighbours(names: Sequence[str], constant: Sequence[str]) -> dict[str, str]:

@@ -56,7 +56,7 @@ def test_a_constant_takes_after_the_tensor_before_it_in_its_module() -> None:
             "tail.bias": torch.zeros(3),
         }
 
-    counts = {name: 2 for name in model(0)}
+    counts = dict.fromkeys(model(0), 2)
     counts.update({"experts.0.weight": 1, "experts.0.bias": 1, "experts.norm.weight": 1, "norm.weight": 1})
     # The last norm is taken for the experts' own: it stands after them, alone in its module, and says nothing itself.
     assert ranks(model(5), model(6)) == [counts] * 2
@@ -77,3 +77,20 @@ def test_pieces_on_one_mesh_belong_together() -> None:
 def test_large_tensors_are_sampled() -> None:
     large = torch.randn(1_000_003)
     assert look({"w": large}, 2) == look({"w": large.clone()}, 2) != look({"w": large + 1}, 2)
+
+
+def test_a_dtensor_is_constant_only_if_all_its_pieces_are() -> None:
+    # On rank 1 the piece is empty; it takes after nothing, for rank 0's says enough.
+    mesh = 1
+    pieces = [{"v": Look(None, 5), "w": Look(mesh, 10)}, {"v": Look(None, 6), "w": Look(mesh, 11, "v")}]
+    assert [counts["w"] for counts in count_holders(pieces)] == [2, 2]
+
+
+def test_a_constant_beside_a_sharded_tensor_takes_after_the_whole_of_it() -> None:
+    # A norm that both ranks hold, beside a weight of which each has a piece: of one model, and of two.
+    def rank(mesh: int, content: int) -> dict[str, Look]:
+        return {"w": Look(mesh, content), "norm": Look(None, 3, "w")}
+
+    assert [counts["norm"] for counts in count_holders([rank(1, 10), rank(1, 11)])] == [2, 2]
+    stages = [rank(1, 10), rank(1, 11), rank(2, 12), rank(2, 13)]
+    assert [counts["norm"] for counts in count_holders(stages)] == [2] * 4

@@ -1,0 +1,333 @@
+"""One decision on the layouts that people train with: inf, -inf and NaN on every rank in turn, and a clean step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import BAD_VALUES, counted, full_norm, local, poison, results_by_case, run_step, snapshot
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import ShardingStrategy as Strategy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+SCALE = 1024.0
+CPU = torch.device("cpu")
+
+
+class Layout(NamedTuple):
+    """A model on this rank, and how its gradients come about."""
+
+    params: list[nn.Parameter]
+    backward: Callable[[Any], None]
+    """Given the scaler."""
+    num_copies: int = 1
+    """How many ranks hold each gradient, or, of a plain tensor, each piece of it."""
+
+
+def norm_over_ranks(layout: Layout) -> float:
+    """Of the unscaled gradients, in float64."""
+    total = torch.tensor(full_norm(layout.params) ** 2, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total / layout.num_copies) ** 0.5 / SCALE
+
+
+def observe(layout: Layout, names: Any = None) -> dict[str, Any]:
+    """A clean backward pass through the scaler, then its gradients with one bad value on each rank in turn."""
+    scaler, reducer = counted(init_scale=SCALE, max_norm=float("inf"), names=names)
+    optimizer = AdamW(layout.params, lr=1e-2)
+    layout.backward(scaler)
+    clean = {param: local(param.grad).clone() for param in layout.params if param.grad is not None}
+    seen: dict[str, Any] = {"norm": norm_over_ranks(layout), "faults": []}
+    before = snapshot(optimizer)
+    saved = scaler.state_dict()
+    held = [param.grad for param, values in reversed(clean.items()) if values.numel()]
+    has_values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(has_values, bool(held))
+    for kind, value in BAD_VALUES.items():
+        for bad_rank in (rank for rank, has in enumerate(has_values) if has):
+            for param, values in clean.items():
+                local(param.grad).copy_(values)
+            if dist.get_rank() == bad_rank:
+                poison(held[0], value)
+            scaler.step(optimizer)
+            report = scaler.last_step
+            scaler.update()
+            culprit = report.culprit
+            seen["faults"].append({
+                "fault": (kind, bad_rank),
+                "skipped": report.skipped,
+                "culprit": culprit and (culprit.kind, culprit.rank),
+                "scale": scaler.get_scale(),
+                "untouched": snapshot(optimizer) == before,
+            })  # fmt: skip
+            scaler.load_state_dict(saved)
+            scaler.scale(torch.ones(()))  # this rank's gradients, or those of others, carry the scale
+    for param, values in clean.items():
+        local(param.grad).copy_(values)
+    report = run_step(scaler, optimizer)
+    seen["clean"] = report.skipped, report.grad_norm, snapshot(optimizer) != before
+    seen["exchanges"] = reducer.num_reduces - len(seen["faults"])
+    return seen
+
+
+def check(by_rank: list[dict[str, Any]], num_poisoned: int) -> None:
+    for seen in by_rank:
+        for fault in seen["faults"]:
+            kind, bad_rank = fault["fault"]
+            wanted = {"skipped": True, "culprit": (kind.lstrip("-"), bad_rank), "scale": SCALE / 2, "untouched": True}
+            assert fault == {"fault": (kind, bad_rank), **wanted}
+        assert len(seen["faults"]) == 3 * num_poisoned
+        skipped, norm, has_stepped = seen["clean"]
+        assert not skipped
+        assert has_stepped
+        assert norm == pytest.approx(seen["norm"], rel=1e-6)
+        assert norm > 0
+        assert seen["exchanges"] == 1
+
+
+def block(seed: int = 0, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width))
+
+
+def run_backward(model: nn.Module, scaler: Any, seed: int, width: int = 8) -> None:
+    x = torch.randn(6, width, generator=torch.Generator().manual_seed(seed))
+    scaler.scale(model(x).pow(2).mean()).backward()
+
+
+# ---------------------------------------------------------------- FSDP1
+
+
+def fsdp1_layout(strategy: str, use_orig_params: bool, *, accumulate: bool = False) -> Layout:
+    mesh = init_device_mesh("cpu", (2, 2)) if strategy == "HYBRID_SHARD" else None
+    model = FullyShardedDataParallel(
+        block(),
+        sharding_strategy=Strategy[strategy],
+        use_orig_params=use_orig_params,
+        device_id=CPU,
+        device_mesh=mesh,
+    )
+
+    def backward(scaler: Any) -> None:
+        with model.no_sync() if accumulate else nullcontext():
+            run_backward(model, scaler, dist.get_rank())
+        if accumulate:
+            run_backward(model, scaler, 10 + dist.get_rank())
+
+    return Layout(list(model.parameters()), backward, 2 if mesh else 1)
+
+
+FSDP1: Mapping[str, Callable[[], Layout]] = {
+    **{
+        f"{strategy}, use_orig_params={use_orig_params}": lambda strategy=strategy, use=use_orig_params: fsdp1_layout(
+            strategy, use
+        )
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+        for use_orig_params in (False, True)
+    },
+    # Not its CPU offload: FSDP1 pins memory for it, which needs a GPU; the gradients are then as FSDP2's with offload.
+    "no_sync": lambda: fsdp1_layout("FULL_SHARD", True, accumulate=True),
+}
+
+
+def fsdp1(rank: int) -> dict[str, Any]:
+    return {name: observe(make()) for name, make in FSDP1.items()}
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+def fsdp2_layout(*, reshard: bool = True, offload: bool = False, accumulate: bool = False, width: int = 8) -> Layout:
+    """With a width of 3, the second and third rank have one row, and the last has none."""
+    model = block(width=width)
+    policy: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=reshard, **policy)
+    fully_shard(model, reshard_after_forward=reshard, **policy)
+
+    def backward(scaler: Any) -> None:
+        model.set_requires_gradient_sync(not accumulate)
+        run_backward(model, scaler, dist.get_rank(), width)
+        if accumulate:
+            model.set_requires_gradient_sync(True)
+            run_backward(model, scaler, 10 + dist.get_rank(), width)
+
+    return Layout(list(model.parameters()), backward, dist.get_world_size())
+
+
+FSDP2: Mapping[str, Callable[[], Layout]] = {
+    "resharded": fsdp2_layout,
+    "not resharded": lambda: fsdp2_layout(reshard=False),
+    "empty shards": lambda: fsdp2_layout(width=3),
+    "CPU offload": lambda: fsdp2_layout(offload=True),
+    "accumulated": lambda: fsdp2_layout(accumulate=True),
+}
+
+
+def fsdp2(rank: int) -> dict[str, Any]:
+    return {name: observe(make()) for name, make in FSDP2.items()}
+
+
+# ---------------------------------------------------------------- all other kinds of parallelism
+
+
+def ddp_layout() -> Layout:
+    model = DistributedDataParallel(block())
+    return Layout(list(model.parameters()), lambda scaler: run_backward(model, scaler, dist.get_rank()), 4)
+
+
+def hsdp_layout() -> Layout:
+    model = fully_shard(block(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return Layout(list(model.parameters()), lambda scaler: run_backward(model, scaler, dist.get_rank()), 4)
+
+
+def tensor_parallel_layout(norms_first: bool) -> Layout:
+    """FSDP2 and TP on a 2x2 mesh; the norm is no DTensor of TP, but held whole by its ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(block(), mesh)
+    params = sorted(model.parameters(), key=lambda param: (param.ndim == 2) is norms_first)
+    return Layout(params, lambda scaler: run_backward(model, scaler, mesh.get_local_rank("dp")), 4)
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, prefix: str = "") -> nn.Module:
+    plan = {
+        f"{prefix}0": ColwiseParallel(output_layouts=Replicate()),
+        f"{prefix}2": RowwiseParallel(input_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def expert_parallel_layout() -> Layout:
+    """A dense layer sharded over all ranks, and experts sharded over pairs of ranks, which are replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    dense = fully_shard(block(), mesh=init_device_mesh("cpu", (4,)))
+    torch.manual_seed(1)
+    experts = nn.Parameter(distribute_tensor(torch.randn(4, 8), mesh["ep"], [Shard(0)]))
+
+    def backward(scaler: Any) -> None:
+        run_backward(dense, scaler, dist.get_rank())
+        scaler.scale(experts.full_tensor().square().sum()).backward()
+
+    return Layout([*dense.parameters(), experts], backward, 4)
+
+
+OTHERS: Mapping[str, Callable[[], Layout]] = {
+    "DDP": ddp_layout,
+    "HSDP": hsdp_layout,
+    "FSDP2 with TP, norms first": lambda: tensor_parallel_layout(True),
+    "FSDP2 with TP, norms last": lambda: tensor_parallel_layout(False),
+    "experts": expert_parallel_layout,
+}
+
+
+def others(rank: int) -> dict[str, Any]:
+    return {name: observe(make()) for name, make in OTHERS.items()}
+
+
+def context_parallel(rank: int) -> dict[str, Any]:
+    """Each rank has its part of every sequence, and the same model; the gradients are summed."""
+    model = block()
+
+    def backward(scaler: Any) -> None:
+        run_backward(model, scaler, rank)
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+
+    return observe(Layout(list(model.parameters()), backward, dist.get_world_size()))
+
+
+class Stage(nn.Module):
+    """A stage of a pipeline; all stages call their tensors alike."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.layers = block(index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers(x))
+
+
+def pipeline_layout(schedule: type, model: nn.Module, index: int, num_stages: int, group: Any, copies: int) -> Layout:
+    """The schedule runs the backward pass, so the loss is scaled in its loss function, on the last stage alone."""
+    stage = PipelineStage(model, index, num_stages, CPU, group=group)
+
+    def backward(scaler: Any) -> None:
+        def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
+            loss: Tensor = scaler.scale((output - target).square().mean())
+            return loss
+
+        runner = schedule(stage, n_microbatches=4, loss_fn=scaled_loss, scale_grads=False)
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+        if index == 0:
+            runner.step(x)
+        elif index == num_stages - 1:
+            runner.step(target=x)
+        else:
+            runner.step()
+
+    return Layout(list(model.parameters()), backward, copies)
+
+
+def pipeline(rank: int) -> dict[str, Any]:
+    return {
+        schedule.__name__: observe(pipeline_layout(schedule, Stage(rank), rank, 4, None, 1))
+        for schedule in (ScheduleGPipe, Schedule1F1B)
+    }
+
+
+def three_dimensional(rank: int) -> dict[str, Any]:
+    """Two stages, each under FSDP2 and tensor parallel on a 2x2 mesh."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    index = mesh.get_local_rank("pp")
+    model = Stage(index)
+    tensor_parallel(model, mesh, "layers.")
+    return observe(pipeline_layout(ScheduleGPipe, model, index, 2, mesh.get_group("pp"), 4), model)
+
+
+@pytest.fixture(scope="module")
+def on_four() -> dict[str, list[Any]]:
+    return results_by_case([fsdp1, fsdp2, others, context_parallel, pipeline], 4)
+
+
+@pytest.fixture(scope="module")
+def on_eight() -> dict[str, list[Any]]:
+    return results_by_case([three_dimensional], 8)
+
+
+@pytest.mark.parametrize("kind", list(FSDP1))
+def test_fsdp1(on_four: dict[str, list[Any]], kind: str) -> None:
+    check([seen[kind] for seen in on_four["fsdp1"]], 4)
+
+
+@pytest.mark.parametrize("kind", list(FSDP2))
+def test_fsdp2(on_four: dict[str, list[Any]], kind: str) -> None:
+    check([seen[kind] for seen in on_four["fsdp2"]], 3 if kind == "empty shards" else 4)
+
+
+@pytest.mark.parametrize("kind", list(OTHERS))
+def test_others(on_four: dict[str, list[Any]], kind: str) -> None:
+    check([seen[kind] for seen in on_four["others"]], 4)
+
+
+def test_context_parallel(on_four: dict[str, list[Any]]) -> None:
+    check(on_four["context_parallel"], 4)
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+def test_pipeline(on_four: dict[str, list[Any]], schedule: str) -> None:
+    check([seen[schedule] for seen in on_four["pipeline"]], 4)
+
+
+def test_fsdp2_with_tensor_and_pipeline_parallel(on_eight: dict[str, list[Any]]) -> None:
+    check(on_eight["three_dimensional"], 8)
