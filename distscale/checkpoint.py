@@ -1,6 +1,14 @@
 """The saved state of a scaler: plain numbers and strings, versioned, checked before anything is changed.
 
 The first five keys are those of ``torch.amp.GradScaler``, which can load this state and whose state loads here.
+
+It is equal on all ranks and says nothing of their number, so any number of ranks can load it. A scaler is a
+``Stateful`` of ``torch.distributed.checkpoint``, by its ``state_dict`` and ``load_state_dict``: put it under a key at
+the top of what is saved; further down torch pickles the object, and on loading leaves the one that it finds as it is::
+
+    dcp.save({"scaler": scaler, "model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+The numbers are copies: training may go on while ``dcp.async_save`` writes them.
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ VERSION = 1
 _MOST_STEPS = MAX_COUNT // 2  # leaves room to count on in int32
 TORCH_RULE_FIELDS = ("growth_factor", "backoff_factor", "growth_interval")
 _RULE_FIELDS = (*TORCH_RULE_FIELDS, "hysteresis", "min_scale", "max_scale")
+_TORCH_KEYS = ("scale", *TORCH_RULE_FIELDS, "_growth_tracker")
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,9 @@ def encode(policy: Policy, state: SavedState) -> dict[str, Any]:
     }
 
 
+_KEYS = tuple(encode(DynamicScale(), SavedState(1.0, 0, 1, 0, 0)))
+
+
 def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState]:
     """Reads a state dict of this library or of torch's GradScaler.
 
@@ -57,20 +69,20 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
         The policy and the state to go on with.
 
     Raises:
-        ConfigError: if the dict is empty, foreign, of a newer version, of another policy, or holds an impossible value.
+        ConfigError: if the dict is empty, foreign, incomplete, of a newer version or of another policy, or holds an
+            impossible value or a key that is not a scaler's.
     """
     if not isinstance(saved, Mapping):
         raise ConfigError(f"this is not the state of a gradient scaler but a {type(saved).__name__}")
     if not saved:
         raise ConfigError("the saved scaler state is empty; it was probably saved from a scaler with enabled=False")
-    missing = [key for key in ("scale", *TORCH_RULE_FIELDS, "_growth_tracker") if key not in saved]
-    if missing:
-        raise ConfigError(f"this is not the state of a gradient scaler: it has no {', '.join(map(repr, missing))}")
     version = saved.get("version", VERSION)
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise ConfigError(
-            f"the saved scaler state has version {version!r}; this distscale reads versions up to {VERSION}"
+            f"the saved scaler state has version {version!r}; this distscale reads versions up to {VERSION}. "
+            "If a newer distscale saved it, load it with that one"
         )
+    _check_keys(saved)
     kind = saved.get("policy", DynamicScale.name)
     if kind != policy.name:
         raise ConfigError(
@@ -106,6 +118,27 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
     if changed:
         warnings.warn(f"the loaded scaler state changes {', '.join(changed)}", stacklevel=3)
     return policy, state
+
+
+def _check_keys(saved: Mapping[str, Any]) -> None:
+    """A key that is missing or misspelt must not come to mean a default."""
+    missing = [key for key in _TORCH_KEYS if key not in saved]
+    if missing:
+        raise ConfigError(f"this is not the state of a gradient scaler: it has no {', '.join(map(repr, missing))}")
+    if len(saved) == len(_TORCH_KEYS):
+        return
+    missing = [key for key in _KEYS if key not in saved]
+    if missing:
+        raise ConfigError(
+            f"the saved scaler state has more than torch's keys, but lacks {', '.join(map(repr, missing))}: "
+            "it is incomplete, or of another scaler"
+        )
+    unknown = [key for key in saved if key not in _KEYS]
+    if unknown:
+        raise ConfigError(
+            f"the saved scaler state has keys that are not a scaler's: {', '.join(map(repr, unknown))}; "
+            "take them out before loading"
+        )
 
 
 def _number(saved: Mapping[str, Any], key: str) -> float:

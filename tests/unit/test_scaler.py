@@ -763,6 +763,9 @@ class TestState:
             {"blocked_steps": 2**31 - 1},
             {"hysteresis_tracker": 5},
             {"policy": "static"},
+            {"version": True},
+            {"version": 2, "new": 1},
+            {"new": 1},
         ],
         ids=str,
     )
@@ -774,6 +777,25 @@ class TestState:
         with pytest.raises(ConfigError, match="but a int"):
             scaler.load_state_dict(5)  # type: ignore[arg-type]
         assert scaler.state_dict() == before
+
+    @pytest.mark.parametrize("key", DistributedGradScaler("cpu").state_dict())
+    def test_c29_no_key_may_be_missing_or_misspelt(self, key: str) -> None:
+        scaler = DistributedGradScaler("cpu", hysteresis=3)
+        before = scaler.state_dict()
+        incomplete = {other: value for other, value in before.items() if other != key}
+        for saved in (incomplete, incomplete | {key.upper(): before[key]}):
+            with pytest.raises(ConfigError, match=f"'{key}'"):
+                scaler.load_state_dict(saved)
+        assert scaler.state_dict() == before
+
+    def test_loads_in_place(self) -> None:
+        # What was captured, in a CUDA graph for instance, goes on reading the same tensors.
+        scaler = DistributedGradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        tensors = scaler._state()
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 8.0, "_growth_tracker": 3, "blocked_steps": 2})
+        assert all(mine is old for mine, old in zip(scaler._state(), tensors, strict=True))
+        assert [float(value) for value in tensors] == [8.0, 3, 1, 2]
 
     def test_every_rule_that_can_be_built_can_be_saved(self) -> None:
         # A growth_interval of 2^31 - 1 is a way to say never.
