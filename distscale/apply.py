@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 from distscale.decision import Decision
 from distscale.sweep import scale_
 
-__all__ = ["is_watched", "step_fused", "takes_grad_scale", "unscale_and_clip", "with_gradients"]
+__all__ = [
+    "is_watched",
+    "may_rehearse",
+    "step_fused",
+    "takes_grad_scale",
+    "unscale_and_clip",
+    "with_gradients",
+]
 
 
 def takes_grad_scale(optimizer: Optimizer) -> bool:
@@ -33,6 +40,17 @@ def is_watched(optimizer: Optimizer) -> bool:
     """
     step = getattr(optimizer, "__dict__", {}).get("step")
     return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+
+
+def may_rehearse(optimizer: Optimizer) -> bool:
+    """Whether a step of ``optimizer`` may only be meant to create its state: it has none, and its learning rates are 0.
+
+    ``torch.distributed.checkpoint`` does such a step, with gradients of zeros, before it saves or loads an optimizer
+    without state; Accelerate's optimizers lead it through the scaler. Syncs host: no; a rate on a GPU is not looked at.
+    """
+    rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
+    are_on_host = (not isinstance(rate, Tensor) or rate.device.type == "cpu" for rate in rates)
+    return not getattr(optimizer, "state", None) and all(are_on_host) and not any(rates)
 
 
 def with_gradients(optimizer: Optimizer) -> dict[int, Tensor]:

@@ -53,6 +53,8 @@ class Situation:
     veto: bool
     has_scaled: bool
     """Whether this rank has ever scaled a loss."""
+    trains: bool
+    """False if all that is known here allows that the step only creates the optimizers' state."""
     failure: Exception | None
     """What keeps this rank from going on, since an earlier step."""
     reads: bool
@@ -182,7 +184,7 @@ class Coordinator:
             failure = error
             slots, sums, _ = sweep([], len(table.names), inv_scale, want_norm, device)
         has_scaled = now.has_scaled or isinstance(now.policy, NoScaling)
-        flags = (now.stop, failure is not None, now.veto, has_scaled, not now.reads)
+        flags = (now.stop, failure is not None, now.veto, has_scaled, not now.reads, now.trains)
         maxima = pack(
             [reducer.rank + 1 if flag else 0 for flag in flags],
             now.step,

@@ -49,6 +49,7 @@ class Decision:
             self.next_state.blocked_steps,
             self.verdict.grad_norm,
             self.verdict.clip_coef,
+            self.verdict.is_rehearsal,
         )
         device = self.maxima.device
         self._copy = HostCopy([self.maxima, torch.stack([number.to(device).double() for number in numbers])])
@@ -80,10 +81,14 @@ class Decision:
     def clip_coef(self) -> float:
         return float(self._read()[1][5])
 
+    @property
+    def is_rehearsal(self) -> bool:
+        return bool(self._read()[1][6])
+
     def report(self) -> StepReport:
         """Syncs host: yes, for the copy of this decision alone."""
         maxima, numbers = self._read()
-        found_inf, scale, next_scale, _, grad_norm, clip_coef = map(float, numbers)
+        found_inf, scale, next_scale, _, grad_norm, clip_coef, _ = map(float, numbers)
         return StepReport(
             step=self.step,
             skipped=bool(found_inf),
@@ -125,7 +130,7 @@ class Decision:
                 f"ranks differ in {what} at step {self.step}: from {values[0]} to {values[1]}. "
                 "It must be equal on all ranks; no rank applied the step"
             )
-        if read_flag(maxima, Flag.SCALED) is None:
+        if read_flag(maxima, Flag.SCALED) is None and not self.is_rehearsal:
             raise ProtocolError(
                 "step() was called, but no rank has called scaler.scale(loss): the gradients would be divided by a "
                 "scale that their loss was never multiplied with. Use scaler.scale(loss).backward()"

@@ -2,7 +2,9 @@
 
 ``maxima`` (int32, reduced by MAX) is a header of fixed size, then one slot a tensor::
 
-    stop | failed | veto | scaled | unread | loss | x, ~x for each agreed value | unscaled amax bits of every slot
+    stop | failed | veto | scaled | unread | trains | loss | x, ~x for each agreed value | amax bits of every slot
+
+Amax is that of the unscaled gradient.
 
 ``sums`` (float64, reduced by SUM, only when a norm is wanted) is the squared norm of the unscaled gradients.
 
@@ -48,7 +50,9 @@ class Flag(IntEnum):
     """Has scaled a loss, now or earlier."""
     UNREAD = 4
     """Steps on the device and reads the decision some time later, so that it cannot be asked for more now."""
-    LOSS = 5
+    TRAINS = 5
+    """Takes this for a step of training, not for a rehearsal; see :class:`Verdict`."""
+    LOSS = 6
     """Not a flag but a slot: marked bits of a non-finite loss."""
 
 
@@ -131,6 +135,9 @@ class Verdict(NamedTuple):
     """float64: norm of the unscaled gradients over all ranks; NaN if none was asked for."""
     clip_coef: Tensor
     """float64: in [0, 1], multiplies the unscaled gradients; 1 if nothing is clipped."""
+    is_rehearsal: Tensor
+    """bool: no rank takes this for a step of training, and none has seen a loss or a gradient other than zero. So it is
+    done, and nothing is learned from it."""
 
 
 def judge(maxima: Tensor, sums: Tensor | None, max_norm: float | None) -> Verdict:
@@ -138,19 +145,20 @@ def judge(maxima: Tensor, sums: Tensor | None, max_norm: float | None) -> Verdic
 
     The clip coefficient is that of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
     """
-    zero = maxima.new_zeros((), dtype=torch.bool)
     slots = maxima[_SLOTS_AT:]
-    overflow = (slots >= INF_BITS).any() if slots.numel() else zero
+    largest = slots.amax() if slots.numel() else maxima.new_zeros(())
+    overflow = largest >= INF_BITS
     lost = maxima[Flag.LOSS] >= INF_BITS
     agreed, complements = maxima[_AGREED_AT:_SLOTS_AT].view(2, len(Agreed)).unbind()
     differs = ((agreed != ~complements) & (agreed != _UNKNOWN)).any()
-    broken = differs | (maxima[Flag.FAILED] > 0) | (maxima[Flag.SCALED] == 0)
-    skip = overflow | lost | broken | (maxima[Flag.VETO] > 0)
+    is_rehearsal = (maxima[Flag.TRAINS] == 0) & (maxima[Flag.LOSS] == 0) & (largest == 0)
+    forbidden = (maxima[Flag.SCALED] == 0) | (maxima[Flag.VETO] > 0)
+    skip = overflow | lost | differs | (maxima[Flag.FAILED] > 0) | (forbidden & ~is_rehearsal)
 
     one = maxima.new_ones((), dtype=torch.float64)
     grad_norm = one * float("nan") if sums is None else sums.sum().sqrt().to(maxima.device)
     clip_coef = one if sums is None or max_norm is None else (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    return Verdict(skip.float(), Outcome(overflow & ~lost, lost, ~skip), grad_norm, clip_coef)
+    return Verdict(skip.float(), Outcome(overflow & ~lost, lost, ~skip), grad_norm, clip_coef, is_rehearsal)
 
 
 def read_flag(maxima: np.ndarray, flag: Flag) -> int | None:

@@ -15,11 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distscale.apply import is_watched, step_fused, takes_grad_scale, unscale_and_clip, with_gradients
+from distscale.apply import (
+    is_watched,
+    may_rehearse,
+    step_fused,
+    takes_grad_scale,
+    unscale_and_clip,
+    with_gradients,
+)
 from distscale.arguments import check_max_norm, check_step, make_policy, map_tensors, read_scale, split_optimizers
 from distscale.coordinator import Coordinator, Situation
 from distscale.decision import Decision
 from distscale.errors import ConfigError, ProtocolError
+from distscale.integrations.pipelining import is_dry_run
 from distscale.policy import MAX_SCALE, MIN_SCALE, DynamicScale, Policy
 from distscale.record import StepReport
 from distscale.reducers import Reducer
@@ -129,6 +137,7 @@ class DistributedGradScaler(ScaleKeeper):
         self._veto_reason: str | None = None
         self._veto_is_sent = False
         self._decisions: list[Decision] = []
+        self._has_rehearsed = False  # the optimizers' state was created; update() has nothing to commit then
 
     # ---------------------------------------------------------------- the calls of a step
 
@@ -240,8 +249,9 @@ class DistributedGradScaler(ScaleKeeper):
         except Exception as error:  # of a subclass; the other ranks are to hear of it in the exchange
             failure = error
 
-        reads = not optimizers or not all(map(self._steps_on_device, optimizers))
-        decision = self._decide(optimizers, reads, failure)
+        trains = self._loss_bits is not None or not optimizers or not all(map(may_rehearse, optimizers))
+        reads = not trains or not optimizers or not all(map(self._steps_on_device, optimizers))
+        decision = self._decide(optimizers, reads, failure, trains)
         returned = []
         if not (reads and decision.skipped):
             try:
@@ -254,13 +264,20 @@ class DistributedGradScaler(ScaleKeeper):
                     "apply it, so its parameters are not those of the other ranks. Restart from a checkpoint"
                 )
                 raise
-        for optimizer in optimizers:
-            self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
         self._stepped += optimizers
+        if not trains and decision.is_rehearsal:
+            self._decisions.pop()
+            self._has_rehearsed, self._veto_is_sent = True, False
+        else:
+            for optimizer in optimizers:
+                self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
         return returned[0] if len(returned) == 1 else returned or None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves to the next step: commits the scale that the policy made of the decisions since the last update.
+
+        It changes and counts nothing if all that was stepped since are optimizers without state at learning rate 0,
+        with gradients of zeros and no loss, on all ranks: ``torch.distributed.checkpoint`` creates their state so.
 
         Optimizers that were unscaled and not stepped are decided upon here, as in torch. Collective: only in that case.
         Syncs host: only if a decision has been read already.
@@ -280,6 +297,9 @@ class DistributedGradScaler(ScaleKeeper):
         if unstepped and new_scale is None:
             self._decide(unstepped, reads=True)
         self._stepped += unstepped
+        if self._has_rehearsed and not self._decisions and new_scale is None:
+            self._begin_step()
+            return
         if new_scale is None and not self._decisions:
             raise ProtocolError(
                 "update() was called without a step() since the last update(); call step(optimizer) first"
@@ -350,7 +370,9 @@ class DistributedGradScaler(ScaleKeeper):
 
     # ---------------------------------------------------------------- the decision and its application
 
-    def _decide(self, optimizers: Sequence[Optimizer], reads: bool, failure: Exception | None = None) -> Decision:
+    def _decide(
+        self, optimizers: Sequence[Optimizer], reads: bool, failure: Exception | None = None, trains: bool = True
+    ) -> Decision:
         now = Situation(
             step=self._step,
             policy=self._policy,
@@ -364,6 +386,7 @@ class DistributedGradScaler(ScaleKeeper):
             stop=self._stop_requested,
             veto=self._veto_reason is not None,
             has_scaled=self._loss_scale is not None,
+            trains=trains,
             failure=self._failure or failure,
             reads=reads,
         )
@@ -464,8 +487,9 @@ class DistributedGradScaler(ScaleKeeper):
             self._scale_may_differ = False
         self._stepped, self._applied = [], []  # the backward pass may add to the gradients of any optimizer
         assert self._loss_scale is not None
-        bits = loss_bits(loss).to(self._scale.device, non_blocking=True)
-        self._loss_bits = bits if self._loss_bits is None else torch.maximum(self._loss_bits, bits)
+        if not is_dry_run():
+            bits = loss_bits(loss).to(self._scale.device, non_blocking=True)
+            self._loss_bits = bits if self._loss_bits is None else torch.maximum(self._loss_bits, bits)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         return wide * self._loss_scale.to(loss.device, non_blocking=True)
 
@@ -487,6 +511,7 @@ class DistributedGradScaler(ScaleKeeper):
         if self._veto_is_sent:
             self._veto_reason, self._veto_is_sent = None, False
         self._decisions = []
+        self._has_rehearsed = False
         self._applied = []
         self._coordinator.early_sweeps.clear()
 
