@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain compare bench test lint format hooks clean
+.PHONY: help setup pretrain compare bench test soak soak-torch lint format hooks clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo '  variables: PYTHON=python3.12  CONFIG=configs/....toml  ARGS="--resume" (pretrain, compare) or "-k name" (test)'
 
 setup: $(READY) ## make the virtual environment in .venv
@@ -41,6 +41,12 @@ bench: $(READY) ## measure the sweep beside torch's operators
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: $(READY) ## play 10,000 random steps with random faults on every layout
+	DISTSCALE_SOAK_STEPS=$${DISTSCALE_SOAK_STEPS:-10000} $(BIN)/python -m pytest tests/soak $(ARGS)
+
+soak-torch: $(READY) ## the same beside torch's own scaler, as a table
+	PYTHONPATH=tests:tests/distributed:tests/soak $(BIN)/python -W ignore tests/soak/soak_table.py
 
 lint: $(READY) ## check style, format and types
 	$(BIN)/ruff check .

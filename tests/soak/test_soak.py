@@ -1,0 +1,74 @@
+"""The whole on every layout: random episodes of steps with random faults; the ranks must never come apart.
+
+CI plays about 300 steps. ``make soak`` plays 10,000, other ones each time; DISTSCALE_SOAK_STEPS sets the number.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import zlib
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from soak_episodes import LAYOUTS, Episode, Fault, episodes
+from soak_world import World, check
+
+NUM_STEPS = int(os.environ.get("DISTSCALE_SOAK_STEPS", "300"))
+IS_SOAK = "DISTSCALE_SOAK_STEPS" in os.environ
+# The first episode that is drawn is the simplest, without faults.
+EPISODE_STEPS = 25 if NUM_STEPS >= 4000 else 6
+NUM_EPISODES = math.ceil(NUM_STEPS / len(LAYOUTS) / EPISODE_STEPS)
+
+KNOWN = Episode(
+    "fsdp2 x tp, norms first",
+    "adamw-loop",
+    0.05,
+    False,
+    2,
+    1024.0,
+    3,
+    0,
+    ((), (Fault("gradient", 1, 2),), (Fault("loss", 2, 0, "nan"), Fault("veto", 0)), (), ()),
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World("distscale") as ranks:
+        yield ranks
+
+
+@pytest.mark.timeout(120 + NUM_STEPS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rank_is_ever_apart(world: World, layout: str) -> None:
+    num_steps = 0
+
+    @seed(random.getrandbits(64) if IS_SOAK else zlib.crc32(layout.encode()))
+    @settings(
+        settings.default,
+        max_examples=NUM_EPISODES,
+        derandomize=False,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],  # to explain a failure takes minutes, and explains nothing
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(st.data())
+    def play(data: st.DataObject) -> None:
+        nonlocal num_steps
+        episode = data.draw(episodes(layout, EPISODE_STEPS, wild=True))
+        check(episode, world.play(episode))
+        num_steps += EPISODE_STEPS
+
+    play()
+    assert num_steps >= NUM_STEPS / len(LAYOUTS)
+
+
+def test_replay(world: World) -> None:
+    """An episode from DISTSCALE_SOAK_EPISODE, as a failure prints it; else one that is written down here."""
+    text = os.environ.get("DISTSCALE_SOAK_EPISODE", KNOWN.to_json())
+    episode = Episode.from_json(text)
+    check(episode, world.play(episode))
