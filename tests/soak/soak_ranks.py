@@ -40,6 +40,8 @@ class Row(NamedTuple):
     has_values: bool = False
     """Whether there is anything on it that a step would change."""
     params_changed: bool = False
+    params_bad: bool = False
+    """Not finite any more."""
     state_changed: bool = False
     """Any bit of the optimizer's state."""
     scale: float = 0.0
@@ -127,6 +129,7 @@ class Player:
             vetoes,
             has_values,
             params_changed,
+            not all(bool(local(param).isfinite().all()) for param in self.layout.params),
             snapshot(self.optimizer) != before[1],
             self.scaler.get_scale(),
             self._trackers(),

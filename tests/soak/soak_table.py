@@ -38,7 +38,7 @@ class Tally:
             self.faults += seen.must_skip
             self.split += seen.is_split
             self.poisoned += seen.is_poisoned
-            self.false_skips += not seen.must_skip and not any(row.params_changed for row in rows)
+            self.false_skips += not seen.must_skip and not seen.error and not any(row.params_changed for row in rows)
             if seen.error:
                 self.errors.append(seen.error)
             if not seen.is_good:

@@ -132,7 +132,7 @@ class Seen:
     is_split: bool
     """Some ranks took the step and others did not, or their scales or growth trackers differ."""
     is_poisoned: bool
-    """Some rank took a step although a value was not finite somewhere."""
+    """Some rank took a step although a value was not finite somewhere, or its parameters are not finite now."""
     error: str
 
     @property
@@ -148,7 +148,8 @@ def look(rows: Sequence[Row]) -> Seen:
         return Seen(must_skip, False, False, error)
     took = {row.params_changed for row in rows if row.has_values}
     states = {(row.scale, row.trackers) for row in rows}
-    return Seen(must_skip, len(took) > 1 or len(states) > 1, must_skip and any(row.params_changed for row in rows), "")
+    is_poisoned = any(row.params_bad or (must_skip and row.params_changed) for row in rows)
+    return Seen(must_skip, len(took) > 1 or len(states) > 1, is_poisoned, "")
 
 
 class Judge:
@@ -178,6 +179,7 @@ class Judge:
             "a skipped step changed the optimizer's state": seen.must_skip and any(row.state_changed for row in rows),
             "a clean step did not change the parameters of every rank": not seen.must_skip
             and not all(row.params_changed for row in rows if row.has_values),
+            "parameters are not finite": any(row.params_bad for row in rows),
             "replicas differ": self._differ(rows),
             f"the scale is not {self.scale}": any(row.scale != self.scale for row in rows),
             f"the trackers are not {self.trackers}": any(row.trackers != self.trackers for row in rows),
