@@ -53,6 +53,9 @@ def shard_of(param: Tensor) -> Shard | None:
         # An expanded gradient: what is read once could not be written once.
         grad = grad.clone(memory_format=torch.contiguous_format)
         param.grad = grad
+    elif grad.is_neg() or grad._is_zerotensor():
+        # Views of another sign, and zeros without memory: their values are not in memory as they are.
+        grad = param.grad = grad.resolve_neg().clone()
     if grad.is_sparse:
         if not grad.is_coalesced():
             grad = grad.coalesce()

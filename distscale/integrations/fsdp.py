@@ -19,11 +19,13 @@ __all__ = ["overlap"]
 def overlap(scaler: DistributedGradScaler, model: nn.Module) -> int:
     """Moves the sweep of FSDP2's gradients into the backward pass, right behind each unit's reduction.
 
-    Call it once, after ``fully_shard``. A gradient that is accumulated, cast to another dtype, divided or moved to the
-    CPU after its reduction is swept at ``step`` as always, and so are those of an optimizer after ``unscale_``. Do not
-    change gradients in other ways between ``backward`` and ``step``: clip with the scaler's ``max_norm``. Most changes
-    are noticed, by ``grad._version``; but torch does not count those by ``_foreach`` operators on DTensors, as in
-    ``clip_grad_norm_``, or through ``grad.data``.
+    Call it once, after ``fully_shard``. It is a promise that nothing writes to these gradients between their reduction
+    and ``step``: what is written then may be stepped unseen. So clip with the scaler's ``max_norm``, and reduce over
+    further ranks before FSDP2 does, or not at all. After ``unscale_``, ``step`` sweeps again, so that clipping by hand
+    works too. A gradient that FSDP2 itself accumulates, casts, divides or moves to the CPU is swept as always.
+
+    ``grad._version`` tells of most writes, and such gradients are swept again; but torch counts neither collectives,
+    nor ``_foreach`` operators on DTensors, nor what goes through ``grad.data``.
 
     It takes the all-reduce hook of every unit (``FSDPModule.set_all_reduce_hook``); units that have one already, or
     parameters on several meshes, are left alone.

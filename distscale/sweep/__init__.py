@@ -39,7 +39,7 @@ def sweep(
     Args:
         parts: on any mix of devices, dtypes and shapes.
         num_slots: length of the slot table.
-        inv_scale: float64, shape (): reciprocal of the scale that scaled parts carry.
+        inv_scale: one element (float64 is best): reciprocal of the scale that scaled parts carry.
         want_norm: whether to form the sums of squares.
         device: of the results.
         num_groups: of sums of squares.
@@ -51,7 +51,7 @@ def sweep(
 
     Collective: no. Syncs host: no, if all parts are on ``device``.
     """
-    request = Request(num_slots, inv_scale, want_norm, num_groups, limits)
+    request = Request(num_slots, inv_scale.double(), want_norm, num_groups, limits)
     answers = [*done, *(backend.sweep(here, request) for backend, here in _by_backend(parts))]
     torch.autograd.graph.increment_version([part.out for part in parts if part.out is not None])
     if len(answers) == 1 and answers[0].slots.device == device:
@@ -71,13 +71,16 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None =
     """Multiplies every tensor in place by ``factor``; the product is formed in fp32 (fp64 for fp64).
 
     Args:
-        tensors: on any mix of devices, dtypes and shapes.
+        tensors: on any mix of devices, dtypes and shapes. No two may share memory; one that is given
+            twice is multiplied once.
         factor: fp32, one element, on any device.
         found_inf: fp32, one element, on any device: nothing is touched unless it is 0.
 
     Collective: no. Syncs host: no, if both are on the device of the tensors.
     """
-    for backend, here in _by_backend([Part(tensor, 0, 1.0, False) for tensor in tensors]):
+    factor, found_inf = factor.float(), None if found_inf is None else found_inf.float()
+    once = list({id(tensor): tensor for tensor in tensors}.values())
+    for backend, here in _by_backend([Part(tensor, 0, 1.0, False) for tensor in once]):
         backend.scale_([part.values for part in here], factor, found_inf)
     # Native code writes behind torch's back.
     torch.autograd.graph.increment_version(tensors)

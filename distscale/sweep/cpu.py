@@ -50,7 +50,7 @@ def load() -> _Library:
     if path is None:
         raise Unavailable(
             "the native CPU library was not built; install a C++17 compiler (Debian, Ubuntu: apt-get install g++)"
-            " and install distscale again"
+            " and install distscale again (pip -v says what failed)"
         )
     try:
         functions = ctypes.CDLL(str(path))
@@ -78,12 +78,12 @@ def sweep(parts: Sequence[Part], request: Request) -> Swept:
 
     Syncs host: only if ``request.inv_scale`` is on a device.
     """
-    records, _ = describe(parts)
+    records, _ = describe(parts, request)
     inv_scale = request.inv_scale.cpu()
     slots = torch.zeros(request.num_slots, dtype=torch.int32)
     counts = torch.zeros(request.num_slots, len(Count), dtype=torch.int64)
     sums = torch.zeros(request.num_groups, dtype=torch.float64) if request.want_norm else None
-    limits = None if request.limits is None else np.array(request.limits)
+    limits = None if request.limits is None else np.array(request.limits, np.float64)
     _check(
         load().functions.distscale_sweep(
             records.ctypes.data,

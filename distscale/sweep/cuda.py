@@ -86,7 +86,7 @@ def sweep(parts: Sequence[Part], request: Request) -> Swept:
     """
     device = parts[0].values.device
     gpu = load(device)
-    records, numels = describe(parts)
+    records, numels = describe(parts, request)
     writes = request.limits is not None or any(part.out is not None for part in parts)
     kernel = "sweep_and_write" if writes else "sweep"
     table = _table_for(gpu, kernel, numels, records)
@@ -115,7 +115,7 @@ def sweep(parts: Sequence[Part], request: Request) -> Swept:
         sums.data_ptr(),
         request.num_groups,
         counts.data_ptr(),
-        *(() if not writes else (0.0, 0.0) if request.limits is None else request.limits),
+        *(() if not writes else (0.0, 0.0) if request.limits is None else map(float, request.limits)),
     )
     return Swept(
         slots,

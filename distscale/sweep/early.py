@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distscale.sweep import sweep
 from distscale.sweep.parts import Part, Request, Swept
-from distscale.sweep.reference import conclude, constant
+from distscale.sweep.reference import conclude, constant, subnormals_kept
 
 __all__ = ["EarlySweeps"]
 
@@ -89,7 +89,8 @@ class EarlySweeps:
         bits = torch.cat([of_unit.slots for of_unit in swept])[rows]
         counts = torch.cat([of_unit.counts for of_unit in swept])[rows]
         sums = [of_unit.sums for of_unit in swept if of_unit.sums is not None]
-        return conclude(parts, bits, torch.cat(sums)[rows] if sums else None, counts, request)
+        with subnormals_kept():
+            return conclude(parts, bits, torch.cat(sums)[rows] if sums else None, counts, request)
 
     def clear(self) -> None:
         """Forgets everything, and lets go of the memory."""

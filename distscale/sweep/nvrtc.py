@@ -49,7 +49,10 @@ def build(capability: tuple[int, int]) -> Built:
     """
     version, known = _nvrtc()
     arch = choose_target(capability, known, version)
-    path = cache_directory() / f"{_key(arch, version)}.bin"
+    directory = cache_directory()
+    if directory is None:
+        return Built(compile_for(arch), arch, version, "compiled in memory")
+    path = directory / f"{_key(arch, version)}.bin"
     code = _read(path)
     if code is not None:
         return Built(code, arch, version, f"cached in {path.parent}")
@@ -59,11 +62,14 @@ def build(capability: tuple[int, int]) -> Built:
     return Built(code, arch, version, "compiled in memory")
 
 
-def cache_directory() -> Path:
-    """``$DISTSCALE_CACHE_DIR``, else ``$XDG_CACHE_HOME/distscale``, else ``~/.cache/distscale``."""
+def cache_directory() -> Path | None:
+    """``$DISTSCALE_CACHE_DIR``, else ``$XDG_CACHE_HOME/distscale``, else ``~/.cache/distscale``; None: no home."""
     if setting := os.environ.get(CACHE_SETTING):
-        return Path(setting)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distscale"
+        path = os.path.expanduser(setting)
+    else:
+        path = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "distscale")
+    # A container's user may have neither $HOME nor an entry in the list of users: then "~" stays.
+    return None if path.startswith("~") else Path(path)
 
 
 def choose_target(capability: tuple[int, int], known: Sequence[int], version: str) -> str:

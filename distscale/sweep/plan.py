@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distscale.sweep.parts import Part
+from distscale.sweep.parts import Part, Request
 
 __all__ = ["DTYPE_CODES", "PART", "are_native", "describe", "describe_tensors"]
 
@@ -27,6 +27,8 @@ DTYPE_CODES = {
 """Of the dtypes that native code reads."""
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+
+_FREED = "the memory of a tensor to be swept has been freed (its storage was resized to 0)"
 
 PART = np.dtype(
     [
@@ -54,18 +56,22 @@ def are_native(parts: Sequence[Part]) -> bool:
     if not _are_readable([part.values for part in parts]):
         return False
     with_out = [(part.values, part.out) for part in parts if part.out is not None]
-    return _are_readable([out for _, out in with_out]) and all(
-        [out.stride() == values.stride() and not values.is_neg() for values, out in with_out]  # noqa: C419
+    scaled = [(part.values, part.scale_inv) for part in parts if part.scale_inv is not None]
+    return (
+        _are_readable([out for _, out in with_out])
+        and all([_is_like(out, values) for values, out in with_out])  # noqa: C419
+        and all([_is_number(scale_inv, values.device) for values, scale_inv in scaled])  # noqa: C419
     )
 
 
-def describe(parts: Sequence[Part]) -> tuple[NDArray[np.void], tuple[int, ...]]:
+def describe(parts: Sequence[Part], request: Request) -> tuple[NDArray[np.void], tuple[int, ...]]:
     """Lays out ``parts``: an array of :data:`PART` of this call's own, and the sizes as a key for what depends on them.
 
     Args:
         parts: at least one, of one device, for which :func:`are_native` holds.
 
     Raises:
+        IndexError: if a slot or a group is not among those of the request.
         RuntimeError: if the memory of a tensor has been freed.
     """
     values, *columns, scale_invs, outs = zip(*parts, strict=True)
@@ -73,8 +79,17 @@ def describe(parts: Sequence[Part]) -> tuple[NDArray[np.void], tuple[int, ...]]:
     has_outs = outs != none
     out_dtypes = [part.values.dtype if part.out is None else part.out.dtype for part in parts] if has_outs else None
     records, numels = _records(values, out_dtypes, tuple(columns))
+    for name, number in (("slot", request.num_slots), ("group", request.num_groups)):
+        if records[name].min() < 0 or records[name].max() >= number:
+            raise IndexError(
+                f"a part has the {name} {records[name].max()} or {records[name].min()}; there are {number}"
+            )
     if has_outs:
         records["out"] = [0 if out is None else out.data_ptr() for out in outs]
+        if any(
+            out is not None and numel and not at for out, numel, at in zip(outs, numels, records["out"], strict=True)
+        ):
+            raise RuntimeError(_FREED)
     if scale_invs != none:
         records["scale_inv"] = [0 if scale_inv is None else scale_inv.data_ptr() for scale_inv in scale_invs]
     return records, numels
@@ -102,9 +117,19 @@ def _records(
     records = _layout(numels, dtypes, dtypes if out_dtypes is None else tuple(out_dtypes), columns).copy()
     addresses = list(map(Tensor.data_ptr, tensors))
     if not all(addresses) and any(numel and not at for numel, at in zip(numels, addresses, strict=True)):
-        raise RuntimeError("the memory of a tensor to be swept has been freed (its storage was resized to 0)")
+        raise RuntimeError(_FREED)
     records["values"] = addresses
     return records, numels
+
+
+def _is_like(out: Tensor, values: Tensor) -> bool:
+    """Whether the values of both lie in the same order; ``out`` gets their signs too, which a view may turn around."""
+    same = (out.shape, out.stride(), out.device) == (values.shape, values.stride(), values.device)
+    return same and not values.is_neg() and not out.is_neg()
+
+
+def _is_number(tensor: Tensor, device: torch.device) -> bool:
+    return type(tensor) in _PLAIN and (tensor.dtype, tensor.device, tensor.numel()) == (torch.float32, device, 1)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ floating-point maximum it cannot lose a NaN, and it does not depend on the flush
 from __future__ import annotations
 
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from distscale.sweep.parts import INF_BITS, Count, Limits, Part, Request, Swept
 
-__all__ = ["amax_bits", "conclude", "constant", "scale_", "sum_of_squares", "sweep", "takes"]
+__all__ = ["amax_bits", "conclude", "constant", "scale_", "subnormals_kept", "sum_of_squares", "sweep", "takes"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SAME_WIDTH_INT = {
@@ -32,6 +33,7 @@ _SAME_WIDTH_INT = {
 # Temporaries are one chunk large, whatever the gradient's size. On the CPU a chunk fits the cache.
 _CPU_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 24
+_number_of_threads = threading.RLock()  # it is the process's, and one thread at a time may change it
 
 
 def sweep(parts: Sequence[Part], request: Request) -> Swept:
@@ -42,12 +44,12 @@ def sweep(parts: Sequence[Part], request: Request) -> Swept:
 
     Collective: no. Syncs host: no.
     """
-    with _subnormals_kept():
+    with subnormals_kept():
         return _sweep(parts, request)
 
 
 def _sweep(parts: Sequence[Part], request: Request) -> Swept:
-    values = [part.values for part in parts]
+    values = [part.values.resolve_neg() for part in parts]
     place = values[0].device
     factors = _factors(parts, request)
     bits = amax_bits(values)
@@ -57,8 +59,10 @@ def _sweep(parts: Sequence[Part], request: Request) -> Swept:
     worth_counting = (bits >= INF_BITS).tolist() if place.type == "cpu" else [True] * len(parts)
     for index, (part, factor) in enumerate(zip(parts, factors.unbind(), strict=True)):
         if worth_counting[index] or request.limits is not None:
-            counts[index] = _count(part.values, factor, request.limits)
+            counts[index] = _count(values[index], factor, request.limits)
         if part.out is not None:
+            if (part.out.device, part.out.shape) != (place, part.values.shape):
+                raise ValueError(f"out is {_kind(part.out)} and must be like the values, {_kind(part.values)}")
             _unscale(part.values, factor.float(), part.out)
     return conclude(parts, bits, squares, counts, request)
 
@@ -159,7 +163,7 @@ def scale_(shards: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = 
 
     Collective: no. Syncs host: no, if the numbers are on the shards' device.
     """
-    with _subnormals_kept():
+    with subnormals_kept():
         if found_inf is not None:
             if found_inf.device.type == "cpu" and found_inf != 0:
                 return
@@ -178,7 +182,7 @@ def scale_(shards: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None = 
 
 
 @contextmanager
-def _subnormals_kept() -> Iterator[None]:
+def subnormals_kept() -> Iterator[None]:
     """Ends this thread's flush-to-zero mode on the CPU for a while.
 
     The threads of torch's pool have the mode of the thread that made them, for good, so they get no work then.
@@ -186,14 +190,15 @@ def _subnormals_kept() -> Iterator[None]:
     if sys.float_info.min * 0.5 != 0:
         yield
         return
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(False)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(True)
-        torch.set_num_threads(num_threads)
+    with _number_of_threads:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(False)
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(True)
+            torch.set_num_threads(num_threads)
 
 
 def _unscaled_amax_bits(bits: Tensor, factors: Tensor, largest: Tensor) -> Tensor:
@@ -201,6 +206,10 @@ def _unscaled_amax_bits(bits: Tensor, factors: Tensor, largest: Tensor) -> Tenso
     unscaled = bits.view(torch.float32).double() * factors
     unscaled = torch.where(unscaled <= largest, unscaled.clamp(max=_FLOAT32_MAX), torch.inf)
     return torch.where(bits >= INF_BITS, bits, unscaled.float().view(torch.int32))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _factors(parts: Sequence[Part], request: Request) -> Tensor:
