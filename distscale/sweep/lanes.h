@@ -201,10 +201,11 @@ inline F32 to_square(const Code<kDtype>* at, int index) {
   } else if constexpr (kDtype == kBFloat16) {
     const U32 pairs = load<U32>(at + index / 2 * (2 * kLanes));
     return as<F32>(index % 2 ? pairs & 0xffff0000u : pairs << 16);
-  } else if constexpr (kDtype == kE5M2) {  // the upper half of fp16
-    return widen_float16(to_u16(load<U8>(at + index * kLanes)) << 8);
-  } else {  // the bits of fp16 but for the first one of the exponent, and so for its bias
-    return widen_float16(to_u16(load<U8>(at + index * kLanes)) << 7 & 0x3f80);
+  } else {
+    const U16 pairs = load<U16>(at + index / 2 * (2 * kLanes));
+    if constexpr (kDtype == kE5M2) return widen_float16(index % 2 ? pairs & 0xff00 : pairs << 8);  // fp16's upper half
+    // The bits of fp16 but for the first one of the exponent, and so for its bias.
+    return widen_float16((index % 2 ? pairs >> 1 : pairs << 7) & 0x3f80);
   }
 }
 
