@@ -64,6 +64,8 @@ class EarlySweeps:
         Returns:
             An answer for each device, and the parts that are still to be swept.
         """
+        if not self._seen:
+            return [], list(parts)
         found: dict[torch.device, list[tuple[Part, Hashable, int]]] = {}
         by_address = {
             (seen.values.data_ptr(), seen.values.numel()): (unit, seen)
