@@ -47,14 +47,14 @@ def test_a_group_that_is_not_there(group: int) -> None:
 )
 def test_an_out_that_is_not_like_the_values(make_out: Callable[[], Tensor]) -> None:
     out = make_out()
-    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+    with pytest.raises(ValueError, match="must be like the values"):
         sweep([Part(torch.ones(40), 0, 1.0, True, out=out)], 1, ONE, True, CPU)
     assert out.is_meta or not (out._base if out._base is not None else out).any()
 
 
 def test_memory_that_was_freed(backend: str) -> None:
     if backend == "reference":
-        return  # torch itself ends the process there
+        pytest.skip("torch itself ends the process when it reads freed memory")
     values, out = torch.ones(4), torch.ones(4)
     out.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="has been freed"):
