@@ -327,11 +327,7 @@ def autocast(model: nn.Module, optimizer: Optimizer, batch: Tensor, scaler: Grad
         loss = output.float().square().mean()
     (loss if scaler is None else scaler.scale(loss)).backward()
     spoil(model, is_bad)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    take_step(optimizer, scaler)
 
 
 def clipping(model: nn.Module, optimizer: Optimizer, batch: Tensor, scaler: GradScaler | None, is_bad: bool) -> None:
@@ -341,11 +337,7 @@ def clipping(model: nn.Module, optimizer: Optimizer, batch: Tensor, scaler: Grad
     if scaler is not None:
         scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    take_step(optimizer, scaler)
 
 
 def clipping_by_value(
@@ -358,11 +350,7 @@ def clipping_by_value(
     if scaler is not None:
         scaler.unscale_(optimizer)
     nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    take_step(optimizer, scaler)
 
 
 def clipping_scaled(
@@ -373,11 +361,7 @@ def clipping_scaled(
     (loss if scaler is None else scaler.scale(loss)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.05 * (1.0 if scaler is None else scaler.get_scale()))
     spoil(model, is_bad)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    take_step(optimizer, scaler)
 
 
 def penalty(model: nn.Module, optimizer: Optimizer, batch: Tensor, scaler: GradScaler | None, is_bad: bool) -> None:
@@ -390,11 +374,7 @@ def penalty(model: nn.Module, optimizer: Optimizer, batch: Tensor, scaler: GradS
     loss = loss + sum((grad * inv_scale).square().sum() for grad in grads).sqrt()  # type: ignore[union-attr]
     (loss if scaler is None else scaler.scale(loss)).backward()
     spoil(model, is_bad)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    take_step(optimizer, scaler)
 
 
 def accumulation(
@@ -404,6 +384,11 @@ def accumulation(
         loss = model(part).square().mean() / 2
         (loss if scaler is None else scaler.scale(loss)).backward()
     spoil(model, is_bad)
+    take_step(optimizer, scaler)
+
+
+def take_step(optimizer: Optimizer, scaler: GradScaler | None) -> None:
+    """With the scaler, or without one for comparison."""
     if scaler is None:
         optimizer.step()
     else:
