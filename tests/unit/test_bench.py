@@ -196,7 +196,9 @@ def test_a_sweep_takes_no_memory_that_grows() -> None:
 
 
 def test_memory_is_seen_when_it_is_taken() -> None:
-    torch.ones(16 << 20)  # an earlier, higher peak is not to hide the next one
+    torch.ones(16 << 20)  # an earlier, higher peak is not to hide the next one,
+    blocks = [torch.ones(4 << 10) for _ in range(4 << 10)]
+    del blocks  # nor are 64 MiB of the heap that are free
     before = memory._peak(CPU, reset=True)
     torch.ones(8 << 20)
     assert memory._peak(CPU) - before > 31 << 20
