@@ -26,7 +26,8 @@ __all__ = ["TORCH_RULE_FIELDS", "VERSION", "SavedState", "decode", "encode"]
 VERSION = 1
 _MOST_STEPS = MAX_COUNT // 2  # leaves room to count on in int32
 TORCH_RULE_FIELDS = ("growth_factor", "backoff_factor", "growth_interval")
-_RULE_FIELDS = (*TORCH_RULE_FIELDS, "hysteresis", "min_scale", "max_scale")
+_COUNTS = ("growth_interval", "hysteresis", "hysteresis_refill", "growth_delay")
+_RULE_FIELDS = (*TORCH_RULE_FIELDS, "hysteresis", "min_scale", "max_scale", "hysteresis_refill", "growth_delay")
 _TORCH_KEYS = ("scale", *TORCH_RULE_FIELDS, "_growth_tracker")
 
 
@@ -89,12 +90,9 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
             f"the saved scaler state is of policy {kind!r} and this scaler has policy {policy.name!r}; "
             f"build the scaler with policy={kind!r}, or do not load the state to start afresh"
         )
-    rule = {key: _number(saved, key) for key in _RULE_FIELDS if key in saved} if kind == DynamicScale.name else {}
-    for key in ("growth_interval", "hysteresis"):
-        if key in rule:
-            rule[key] = _count(saved, key)
+    rule = {key: _rule_value(saved, key) for key in _RULE_FIELDS if key in saved} if kind == DynamicScale.name else {}
     changed = [
-        f"{key} from {getattr(policy, key):g} to {value:g}"
+        f"{key} from {_shown(getattr(policy, key))} to {_shown(value)}"
         for key, value in rule.items()
         if getattr(policy, key) != value
     ]
@@ -139,6 +137,16 @@ def _check_keys(saved: Mapping[str, Any]) -> None:
             f"the saved scaler state has keys that are not a scaler's: {', '.join(map(repr, unknown))}; "
             "take them out before loading"
         )
+
+
+def _rule_value(saved: Mapping[str, Any], key: str) -> float | None:
+    if saved[key] is None and key == "hysteresis_refill":
+        return None
+    return _count(saved, key) if key in _COUNTS else _number(saved, key)
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
 
 
 def _number(saved: Mapping[str, Any], key: str) -> float:

@@ -46,7 +46,8 @@ class ScaleState(NamedTuple):
     scale: Tensor
     """fp32: the loss is multiplied by it."""
     growth_tracker: Tensor
-    """int32: consecutive clean steps since the last overflow or growth."""
+    """int32: consecutive clean steps since the last overflow or growth; after a growth it begins with the policy's
+    ``growth_delay``."""
     hysteresis_tracker: Tensor
     """int32: overflows that the policy will still tolerate, plus one; 0 once it backs off at each."""
     blocked_steps: Tensor
@@ -103,6 +104,11 @@ class DynamicScale:
         min_scale: floor. Reaching it is no error; staying there with overflows is
             (:class:`~distscale.ScaleExhaustedError`).
         max_scale: cap.
+        hysteresis_refill: >= 2. This many clean steps in a row make the scale tolerate ``hysteresis`` - 1 overflows
+            again; None: only its growth does, as in Megatron and by default in DeepSpeed. 1 is refused: with it, a
+            scale at which every other step overflows would never be lowered.
+        growth_delay: >= 0. Clean steps that the first growth after an overflow, or of all, takes beyond
+            ``growth_interval``; DeepSpeed's rule has 1.
     """
 
     name: ClassVar[str] = "dynamic"
@@ -113,6 +119,8 @@ class DynamicScale:
     hysteresis: int = 1
     min_scale: float = MIN_SCALE
     max_scale: float = MAX_SCALE
+    hysteresis_refill: int | None = None
+    growth_delay: int = 0
 
     def __post_init__(self) -> None:
         for argument in ("min_scale", "max_scale", "init_scale"):
@@ -121,6 +129,9 @@ class DynamicScale:
         _check_number("backoff_factor", self.backoff_factor, lambda x: 0 < x < 1, "a number between 0 and 1, exclusive")
         _check_count("growth_interval", self.growth_interval)
         _check_count("hysteresis", self.hysteresis)
+        if self.hysteresis_refill is not None:
+            _check_count("hysteresis_refill", self.hysteresis_refill, least=2)
+        _check_count("growth_delay", self.growth_delay, least=0, most=MAX_COUNT - self.growth_interval)
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ConfigError(
                 f"init_scale={self.init_scale:g} must lie between min_scale={self.min_scale:g} "
@@ -132,15 +143,16 @@ class DynamicScale:
         tolerance = torch.where(overflow, (state.hysteresis_tracker - 1).clamp(min=0), state.hysteresis_tracker)
         backs_off = overflow & (tolerance == 0)
         run = torch.where(clean, state.growth_tracker + 1, state.growth_tracker)
-        grows = clean & (run >= self.growth_interval)
+        grows = clean & (run >= self.growth_interval + self.growth_delay)
+        refills = grows if self.hysteresis_refill is None else grows | (clean & (run >= self.hysteresis_refill))
 
         scale = state.scale.double()
         scale = torch.where(backs_off, (scale * self.backoff_factor).clamp(min=self.min_scale), scale)
         scale = torch.where(grows, (scale * self.growth_factor).clamp(max=self.max_scale), scale)
         return ScaleState(
             scale=scale.float(),
-            growth_tracker=torch.where(overflow | lost | grows, 0, run).int(),
-            hysteresis_tracker=torch.where(grows, self.hysteresis, tolerance).int(),
+            growth_tracker=torch.where(overflow | lost, 0, torch.where(grows, self.growth_delay, run)).int(),
+            hysteresis_tracker=torch.where(refills, self.hysteresis, tolerance).int(),
             blocked_steps=_blocked_steps(state, lost | (backs_off & (state.scale <= self.min_scale)), clean),
         )
 
@@ -200,6 +212,7 @@ def _check_number(argument: str, value: float, is_allowed: Callable[[float], boo
         raise ConfigError(f"{argument}={value!r} is not allowed: it must be {allowed_range}")
 
 
-def _check_count(argument: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
-        raise ConfigError(f"{argument}={value!r} is not allowed: it must be a whole number from 1 to 2^31 - 1")
+def _check_count(argument: str, value: int, *, least: int = 1, most: int = MAX_COUNT) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        bound = "2^31 - 1" if most == MAX_COUNT else str(most)
+        raise ConfigError(f"{argument}={value!r} is not allowed: it must be a whole number from {least} to {bound}")

@@ -7,6 +7,7 @@ import io
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ def dynamic_rules(draw: st.DrawFn) -> DynamicScale:
         draw(st.integers(1, 5)),
         low,
         high,
+        draw(st.none() | st.integers(2, 5)),
+        draw(st.integers(0, 3)),
     )
 
 
@@ -104,7 +107,7 @@ def test_scale_stays_within_its_bounds(rule: DynamicScale, happened: list[str]) 
         before, state = state, rule.next_state(state, outcome_of(event))
         assert rule.min_scale <= state.scale.item() <= rule.max_scale
         assert math.isfinite(1 / state.scale.item())
-        assert 0 <= state.growth_tracker.item() < rule.growth_interval
+        assert 0 <= state.growth_tracker.item() < rule.growth_interval + rule.growth_delay
         assert 0 <= state.hysteresis_tracker.item() <= rule.hysteresis
         if event in ("veto", "lost", "overflow and lost"):
             assert state.scale.item() == before.scale.item()
@@ -114,6 +117,7 @@ def test_scale_stays_within_its_bounds(rule: DynamicScale, happened: list[str]) 
 @many
 @given(dynamic_rules(), flags)
 def test_hysteresis_is_megatrons(rule: DynamicScale, found: list[bool]) -> None:
+    rule = replace(rule, hysteresis_refill=None, growth_delay=0)
     scale, growth_tracker, hysteresis_tracker = np.float32(rule.init_scale), 0, rule.hysteresis
     state = start_of(rule)
     for is_bad in found:
@@ -132,6 +136,34 @@ def test_hysteresis_is_megatrons(rule: DynamicScale, found: list[bool]) -> None:
         assert state.scale.item() == float(scale)
         assert state.growth_tracker.item() == growth_tracker
         assert state.hysteresis_tracker.item() == max(hysteresis_tracker, 0)
+
+
+@many
+@given(dynamic_rules(), st.integers(2, 5), flags)
+def test_tolerance_returns_after_a_clean_run(rule: DynamicScale, refill: int, found: list[bool]) -> None:
+    rule = replace(rule, hysteresis_refill=refill)
+    state = start_of(rule)
+    run_length = tolerated = 0
+    for is_bad in found:
+        before, state = state, rule.next_state(state, outcome_of("overflow" if is_bad else "clean"))
+        run_length = 0 if is_bad else run_length + 1
+        has_grown = not is_bad and state.growth_tracker.item() <= before.growth_tracker.item()
+        if run_length >= refill or has_grown:
+            tolerated = 0
+        tolerated += is_bad
+        assert state.hysteresis_tracker.item() == max(rule.hysteresis - tolerated, 0)
+        if is_bad and tolerated < rule.hysteresis:
+            assert state.scale.item() == before.scale.item()
+
+
+def test_a_scale_at_which_every_other_step_overflows_is_lowered() -> None:
+    rule = DynamicScale(2.0**16, hysteresis=2, hysteresis_refill=2)
+    state = start_of(rule)
+    for event in ["overflow", "clean"] * 4:
+        state = rule.next_state(state, outcome_of(event))
+    assert state.scale.item() == 2.0**13
+    with pytest.raises(ConfigError, match="hysteresis_refill=1 is not allowed: it must be a whole number from 2 to"):
+        replace(rule, hysteresis_refill=1)
 
 
 @many
@@ -223,7 +255,8 @@ def test_torchs_scaler_loads_the_state_and_gives_it_back(
     back.load_state_dict(through_torch_save(theirs.state_dict()))
     assert theirs.state_dict().items() <= back.state_dict().items()
     # torch saves no hysteresis: it is taken for full, and so are the counters for zero.
-    fresh = {"hysteresis": 1, "hysteresis_tracker": 1, "blocked_steps": 0, "step": 0}
+    fresh = {"hysteresis": 1, "hysteresis_tracker": 1, "hysteresis_refill": None, "growth_delay": 0}
+    fresh |= {"blocked_steps": 0, "step": 0}
     assert back.state_dict() == {**saved, **fresh}
 
 
@@ -239,7 +272,8 @@ def _with(key: str, value: object) -> Breaking:
 
 
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-COUNTS = ("_growth_tracker", "hysteresis_tracker", "blocked_steps", "step", "growth_interval", "hysteresis")
+TRACKERS = ("_growth_tracker", "hysteresis_tracker", "blocked_steps", "step")
+COUNTS = (*TRACKERS, "growth_interval", "hysteresis", "growth_delay")
 NUMBERS = ("scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
 BROKEN: list[Breaking] = [
     lambda state: state.clear(),
@@ -248,6 +282,7 @@ BROKEN: list[Breaking] = [
     *(_with(key, value) for key in NUMBERS for value in (0.0, -1.0, math.inf, math.nan, True, None, "3", [1.0])),
     *(_with(key, 1e300) for key in ("scale", "min_scale", "max_scale")),
     *(_with(key, 0) for key in ("growth_interval", "hysteresis")),
+    *(_with("hysteresis_refill", value) for value in (0, 1, 2.5, True, "3", 2**31)),
     _with("growth_factor", 1.0),
     _with("backoff_factor", 1.0),
     _with("scale", 2.0**41),
