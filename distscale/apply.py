@@ -3,23 +3,96 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distscale.decision import Decision
+from distscale.roster import Roster
 from distscale.sweep import scale_
 
-__all__ = [
-    "is_watched",
-    "may_rehearse",
-    "step_fused",
-    "takes_grad_scale",
-    "unscale_and_clip",
-    "with_gradients",
-]
+__all__ = ["Stepper", "may_rehearse", "with_gradients"]
+
+
+class _Warm(NamedTuple):
+    """A fused optimizer that can step without being asked about: its state exists."""
+
+    params: dict[int, Tensor]
+    """By id; held, so that no other tensor gets the id."""
+    num_states: int
+
+
+class Stepper:
+    """Steps optimizers as a decision says, and knows which of them do not need the host to know it.
+
+    Args:
+        roster: has met the optimizers.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._warm: MutableMapping[Optimizer, _Warm] = WeakIdKeyDictionary()
+
+    def steps_on_device(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer can be stepped without asking the host whether to.
+
+        A fused optimizer that creates its state in a step that is skipped leaves what its kernel did not write: zeros
+        in Adam, and uninitialized memory as the momentum of SGD. So the host is asked until all states exist. It is
+        also asked for one that is watched, so that a skipped ``step`` is not called, and for one that shares a
+        parameter, so that it is known whether the gradient is unscaled.
+        """
+        warm = self._warm.get(optimizer)
+        return (
+            takes_grad_scale(optimizer)
+            and warm is not None
+            and not is_watched(optimizer)
+            and not self._roster.shares(optimizer)
+            and with_gradients(optimizer).keys() <= warm.params.keys()
+            and len(optimizer.state) >= warm.num_states
+        )
+
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        decision: Decision,
+        unscaled: Collection[int],
+        is_unscaled: Callable[[Optimizer], bool],
+        kwargs: Mapping[str, Any],
+    ) -> list[Any]:
+        """Unscales, clips and steps. Collective: no. Syncs host: no, if :meth:`steps_on_device` for all.
+
+        Args:
+            decision: not to skip, or not read yet.
+            unscaled: parameters, by id, whose gradients do not carry the scale any more.
+            is_unscaled: whether that holds for all of an optimizer.
+            kwargs: of each ``optimizer.step``.
+
+        Returns:
+            What each ``optimizer.step`` has returned.
+        """
+        on_device = [takes_grad_scale(optimizer) and not self._roster.shares(optimizer) for optimizer in optimizers]
+        held = self._roster.held(
+            optimizer for optimizer, is_its_work in zip(optimizers, on_device, strict=True) if not is_its_work
+        )
+        for are_unscaled in (False, True):
+            values = [shard.values for key, (_, shard) in held.items() if (key in unscaled) is are_unscaled]
+            unscale_and_clip(values, decision, are_unscaled)
+        returned = []
+        for optimizer, unscales in zip(optimizers, on_device, strict=True):
+            if not takes_grad_scale(optimizer):
+                returned.append(optimizer.step(**kwargs))
+            else:
+                returned.append(step_fused(optimizer, decision, is_unscaled(optimizer), not unscales, kwargs))
+                params = self._warm[optimizer].params if optimizer in self._warm else {}
+                self._warm[optimizer] = _Warm(params | with_gradients(optimizer), len(optimizer.state))
+        return returned
+
+    def forget(self) -> None:
+        """The state of the optimizers may be another one now."""
+        self._warm.clear()
 
 
 def takes_grad_scale(optimizer: Optimizer) -> bool:

@@ -1,57 +1,36 @@
-"""DistributedGradScaler: torch's GradScaler with one decision for all ranks. The only class here that keeps state."""
+"""DistributedGradScaler: the half of the scaler that decides with the other ranks, and the one class that users see."""
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
-from distscale.apply import (
-    is_watched,
-    may_rehearse,
-    step_fused,
-    takes_grad_scale,
-    unscale_and_clip,
-    with_gradients,
-)
-from distscale.arguments import check_max_norm, check_step, make_policy, map_tensors, read_scale, split_optimizers
+from distscale.apply import Stepper, may_rehearse
+from distscale.arguments import check_max_norm, check_step, make_policy, read_scale, split_optimizers
 from distscale.coordinator import Coordinator, Situation
 from distscale.decision import Decision
 from distscale.errors import ConfigError, ProtocolError
-from distscale.integrations.pipelining import is_dry_run
+from distscale.local import LocalScaler
 from distscale.policy import MAX_SCALE, MIN_SCALE, DynamicScale, Policy
 from distscale.record import StepReport
 from distscale.reducers import Reducer
 from distscale.reports import ReportQueue
-from distscale.roster import NameSource
-from distscale.state import ScaleKeeper
-from distscale.sweep import loss_bits, scale_
+from distscale.roster import NameSource, Roster
 from distscale.sweep.early import EarlySweeps
-from distscale.unscaling import Found, unscale
 
 __all__ = ["DistributedGradScaler"]
 
 _log = logging.getLogger("distscale")
 
 
-class _Warm(NamedTuple):
-    """A fused optimizer that can step without being asked about: its state exists."""
-
-    params: dict[int, Tensor]
-    """By id; held, so that no other tensor gets the id."""
-    num_states: int
-
-
-class DistributedGradScaler(ScaleKeeper):
+class DistributedGradScaler(LocalScaler):
     """Scales the loss, and takes one skip decision for all ranks in one small exchange a step.
 
     Used as ``torch.amp.GradScaler`` is, with its constructor and its order of calls::
@@ -120,92 +99,23 @@ class DistributedGradScaler(ScaleKeeper):
         check_max_norm(max_norm)
         if reducer is not None and process_group is not None:
             raise ConfigError("give reducer= or process_group=, not both: each says which ranks decide together")
-        super().__init__(device, make_policy(policy, rule), enabled)
         self._coordinator = Coordinator(process_group, reducer, names, max_norm)
+        super().__init__(device, make_policy(policy, rule), enabled, self._coordinator.roster)
         self._reports = ReportQueue(on_step, max_consecutive_skips)
-        self._loss_scale: Tensor | None = None  # what the gradients carry; None until this rank scales a loss
-        # Since a loss was last scaled:
-        self._stepped: list[Optimizer] = []  # whose gradients cannot be waiting
-        self._applied: list[tuple[Sequence[Optimizer], Decision]] = []  # whose gradients are unscaled, unless skipped
-        self._warm: MutableMapping[Optimizer, _Warm] = WeakIdKeyDictionary()
         self._stop_requested = False
         self._failure: Exception | None = None  # that left this rank's parameters in doubt
 
         # Between two updates.
-        self._scale_may_differ = True  # from the one that the gradients carry
-        self._loss_bits: Tensor | None = None
         self._veto_reason: str | None = None
         self._veto_is_sent = False
         self._decisions: list[Decision] = []
         self._has_rehearsed = False  # the optimizers' state was created; update() has nothing to commit then
 
+    def _follow(self, roster: Roster) -> None:
+        super()._follow(roster)
+        self._stepper = Stepper(roster)
+
     # ---------------------------------------------------------------- the calls of a step
-
-    def scale(self, outputs: Any) -> Any:
-        """Multiplies a loss, or every tensor of an iterable, by the scale.
-
-        The product is formed and returned in fp32 (fp64 for fp64), so that an fp16 loss cannot overflow. Its gradient,
-        which is the scale, can: autograd casts it to the dtype of the loss, and 65536 is inf in fp16. So compute the
-        loss in fp32.
-
-        A loss that is not finite is noticed here, on the device, even if its backward pass is never run; all ranks then
-        skip the step, and the scale stays as it is, since no scale can help. Collective: no. Syncs host: no.
-        """
-        if not self._enabled:
-            return outputs
-        return map_tensors(outputs, self._scaled)
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients of ``optimizer`` by the scale, for code that reads or changes them before ``step``.
-
-        Not needed for clipping, see ``max_norm``. What is not finite here makes all ranks skip in ``step``, even if it
-        is clamped or overwritten before; and ``step`` checks again what was done to the gradients in between. Until
-        then ``_found_inf_per_device(optimizer)`` holds what this rank alone has found; a flag set in it counts.
-
-        Collective: no. Syncs host: no.
-
-        Raises:
-            ProtocolError: if called twice for one step, or after it.
-        """
-        if not self._enabled:
-            return
-        stage = self._per_optimizer_states[id(optimizer)]["stage"]
-        name = type(optimizer).__name__
-        if stage is OptState.UNSCALED:
-            raise ProtocolError(
-                f"unscale_() was called twice for {name} since the last update(), which divides its gradients twice. "
-                "Call it once a step, after the last backward(); to clip, pass max_norm= to the scaler instead"
-            )
-        if stage is OptState.STEPPED:
-            raise ProtocolError(f"unscale_() was called for {name} after its step(); call it before, or call update()")
-        inv_scale = self._carried_scale().double().reciprocal().float()
-        self._coordinator.roster.meet([optimizer])
-        state = self._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, torch.zeros_like(inv_scale), True)
-        state["stage"] = OptState.UNSCALED
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
-    ) -> dict[torch.device, Tensor]:
-        """Unscales and checks this rank's gradients of ``optimizer``, under the name and signature of torch's.
-
-        A subclass may override it, or ``unscale_``, for gradients that are not in ``grad``; then ``step`` calls
-        ``unscale_``, as torch's does. Collective: no. Syncs host: no.
-
-        Args:
-            inv_scale: fp32, one element.
-            found_inf: fp32, one element: not 0 if something is known to be not finite.
-            allow_fp16: has no meaning; fp16 gradients are always unscaled.
-
-        Returns:
-            By device, fp32, shape of ``found_inf``: not 0 if a value was not finite, before or after unscaling.
-        """
-        roster = self._coordinator.roster
-        roster.meet([optimizer])
-        found, bits = unscale(roster.held([optimizer]), self._unscaled_ids([optimizer]), inv_scale, found_inf)
-        if id(optimizer) in self._per_optimizer_states:
-            self._per_optimizer_states[id(optimizer)]["amax_bits"] = bits
-        return found
 
     def step(self, *optimizers: Optimizer | None, **kwargs: Any) -> Any:
         """Steps all ``optimizers``, or none of them if any rank found a reason to skip.
@@ -243,9 +153,7 @@ class DistributedGradScaler(ScaleKeeper):
                 raise ProtocolError("step() has already been called since the last update(); call update() after it")
         failure: Exception | None = None
         try:
-            for optimizer in optimizers if self._unscales_otherwise else ():
-                if not self._is_unscaled(optimizer):
-                    self.unscale_(optimizer)
+            self._unscale_as_overridden(optimizers)
         except Exception as error:  # of a subclass; the other ranks are to hear of it in the exchange
             failure = error
 
@@ -255,8 +163,9 @@ class DistributedGradScaler(ScaleKeeper):
         returned = []
         if not (reads and decision.skipped):
             try:
-                returned = self._apply(optimizers, decision, kwargs)
-                self._applied.append((optimizers, decision))
+                unscaled = self._unscaled_ids(optimizers)
+                returned = self._stepper.step(optimizers, decision, unscaled, self._is_unscaled, kwargs)
+                self._carried.note_applied(optimizers, decision)
             except BaseException as error:
                 # Other ranks may have applied this step, and here it may be half done: nothing can be trusted now.
                 self._failure = ProtocolError(
@@ -264,7 +173,7 @@ class DistributedGradScaler(ScaleKeeper):
                     "apply it, so its parameters are not those of the other ranks. Restart from a checkpoint"
                 )
                 raise
-        self._stepped += optimizers
+        self._carried.note_stepped(optimizers)
         if not trains and decision.is_rehearsal:
             self._decisions.pop()
             self._has_rehearsed, self._veto_is_sent = True, False
@@ -296,7 +205,7 @@ class DistributedGradScaler(ScaleKeeper):
         unstepped = self._unscaled()
         if unstepped and new_scale is None:
             self._decide(unstepped, reads=True)
-        self._stepped += unstepped
+        self._carried.note_stepped(unstepped)
         if self._has_rehearsed and not self._decisions and new_scale is None:
             self._begin_step()
             return
@@ -309,10 +218,7 @@ class DistributedGradScaler(ScaleKeeper):
             state = state._replace(scale=read_scale(new_scale, self._policy, state.scale))
         old_scale = self._state().scale.clone()
         self._commit(state)
-        if self._loss_scale is None:
-            # This rank's gradients come from the losses of others, as in a pipeline; the next ones have the new scale.
-            self._rescale_pending_gradients(old_scale, state.scale)
-            self._stepped = []
+        self._carried.update(old_scale, state.scale)
         for decision in self._decisions:
             decision.settle(state)
             self._reports.add(decision)
@@ -362,9 +268,9 @@ class DistributedGradScaler(ScaleKeeper):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._loss_scale = None
+        self._carried.forget_losses()
         self._failure = None
-        self._warm.clear()  # the optimizers are likely to be restored too
+        self._stepper.forget()  # the optimizers are likely to be restored too
         self._reports.forget()
         self._begin_step()
 
@@ -379,13 +285,13 @@ class DistributedGradScaler(ScaleKeeper):
             state=self._state(),
             outcome=self._decisions[-1].outcome if self._decisions else None,
             loss_scale=self._carried_scale().clone(),
-            knows_loss_scale=not self._scale_may_differ or any(map(with_gradients, optimizers)),
+            knows_loss_scale=self._carried.is_known(optimizers),
             loss_bits=self._loss_bits,
             unscaled=lambda: self._unscaled_ids(optimizers),
             found=[(optimizer, self._found(optimizer)) for optimizer in optimizers if self._is_unscaled(optimizer)],
             stop=self._stop_requested,
             veto=self._veto_reason is not None,
-            has_scaled=self._loss_scale is not None,
+            has_scaled=self._carried.has_scaled,
             trains=trains,
             failure=self._failure or failure,
             reads=reads,
@@ -400,132 +306,23 @@ class DistributedGradScaler(ScaleKeeper):
             self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
         return decision
 
-    def _apply(self, optimizers: Sequence[Optimizer], decision: Decision, kwargs: dict[str, Any]) -> list[Any]:
-        roster = self._coordinator.roster
-        on_device = [takes_grad_scale(optimizer) and not roster.shares(optimizer) for optimizer in optimizers]
-        held = roster.held(
-            optimizer for optimizer, is_its_work in zip(optimizers, on_device, strict=True) if not is_its_work
-        )
-        unscaled = self._unscaled_ids(optimizers)
-        for is_unscaled in (False, True):
-            values = [shard.values for key, (_, shard) in held.items() if (key in unscaled) is is_unscaled]
-            unscale_and_clip(values, decision, is_unscaled)
-        returned = []
-        for optimizer, unscales in zip(optimizers, on_device, strict=True):
-            if not takes_grad_scale(optimizer):
-                returned.append(optimizer.step(**kwargs))
-            else:
-                is_unscaled = self._is_unscaled(optimizer)
-                returned.append(step_fused(optimizer, decision, is_unscaled, not unscales, kwargs))
-                params = self._warm[optimizer].params if optimizer in self._warm else {}
-                self._warm[optimizer] = _Warm(params | with_gradients(optimizer), len(optimizer.state))
-        return returned
-
     def _steps_on_device(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer can be stepped without asking the host whether to.
-
-        A fused optimizer that creates its state in a step that is skipped leaves what its kernel did not write: zeros
-        in Adam, and uninitialized memory as the momentum of SGD. So the host is asked until all states exist. It is
-        also asked for one that is watched, so that a skipped ``step`` is not called, and for one that shares a
-        parameter, so that it is known whether the gradient is unscaled.
-        """
-        warm = self._warm.get(optimizer)
-        return (
-            takes_grad_scale(optimizer)
-            and warm is not None
-            and not is_watched(optimizer)
-            and not self._coordinator.roster.shares(optimizer)
-            and with_gradients(optimizer).keys() <= warm.params.keys()
-            and len(optimizer.state) >= warm.num_states
-        )
-
-    @property
-    def _unscales_otherwise(self) -> bool:
-        """Whether a subclass unscales in its own way."""
-        mine = type(self)
-        return (mine.unscale_, mine._unscale_grads_) != (
-            DistributedGradScaler.unscale_,
-            DistributedGradScaler._unscale_grads_,
-        )
-
-    def _unscaled(self) -> list[Optimizer]:
-        return [optimizer for optimizer in self._coordinator.roster.optimizers if self._is_unscaled(optimizer)]
-
-    def _unscaled_ids(self, optimizers: Sequence[Optimizer]) -> set[int]:
-        """Parameters whose gradients do not carry the scale any more, as far as they concern ``optimizers``.
-
-        Syncs host: only if an optimizer that was stepped since the last loss shares a parameter with one of these.
-        """
-        roster = self._coordinator.roster
-        unscaled = roster.ids(self._unscaled())
-        for stepped, decision in self._applied:
-            ids = roster.ids(stepped)
-            if not ids.isdisjoint(roster.ids(optimizers)) and not decision.skipped:
-                unscaled |= ids
-        return unscaled
-
-    def _found(self, optimizer: Optimizer) -> Found:
-        state = self._per_optimizer_states[id(optimizer)]
-        return Found(state["found_inf_per_device"], state.get("amax_bits", {}))
-
-    def _is_unscaled(self, optimizer: Optimizer) -> bool:
-        state = self._per_optimizer_states.get(id(optimizer))
-        return state is not None and state["stage"] is OptState.UNSCALED
-
-    def _carried_scale(self) -> Tensor:
-        """The scale that the gradients carry: that of the last scaled loss, even if an update came in between."""
-        return self._state().scale if self._loss_scale is None else self._loss_scale
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(loss.device)
-        assert self._scale is not None
-        if self._scale_may_differ:
-            if self._loss_scale is not None:
-                self._rescale_pending_gradients(self._loss_scale, self._scale)
-            self._loss_scale = self._scale.clone()
-            self._scale_may_differ = False
-        self._stepped, self._applied = [], []  # the backward pass may add to the gradients of any optimizer
-        assert self._loss_scale is not None
-        if not is_dry_run():
-            bits = loss_bits(loss).to(self._scale.device, non_blocking=True)
-            self._loss_bits = bits if self._loss_bits is None else torch.maximum(self._loss_bits, bits)
-        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        return wide * self._loss_scale.to(loss.device, non_blocking=True)
-
-    def _rescale_pending_gradients(self, old_scale: Tensor, scale: Tensor) -> None:
-        """Rescales gradients that wait, unstepped, from before an update, so that new ones can be added.
-
-        Without it, an optimizer that steps more rarely than ``update()`` is called would sum gradients of two scales.
-        Optimizers are known from their first step on, and their gradients by ``grad``. What FSDP2 keeps to itself while
-        ``set_requires_gradient_sync(False)`` is not seen: do not update the scale before those gradients are reduced.
-        """
-        pending = self._coordinator.roster.values_of_others(self._stepped)
-        scale_(pending, (scale.double() / old_scale.double()).float())
+        return self._stepper.steps_on_device(optimizer)
 
     def _begin_step(self) -> None:
-        """Forgets what belongs to the step that has ended."""
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._scale_may_differ = True
-        self._loss_bits = None
+        super()._begin_step()
         if self._veto_is_sent:
             self._veto_reason, self._veto_is_sent = None, False
         self._decisions = []
         self._has_rehearsed = False
-        self._applied = []
         self._coordinator.early_sweeps.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         self._reports.drain()
-        mine: dict[str, Any] = {
-            "_loss_scale": None,
-            "_stepped": [],
-            "_applied": [],
-            "_warm": None,
-            "_stop_requested": False,
-        }
-        return {**super().__getstate__(), **mine}
+        # The copy meets its optimizers anew; see Coordinator.
+        of_optimizers = dict.fromkeys(("_roster", "_carried", "_stepper"))
+        return {**super().__getstate__(), **of_optimizers, "_stop_requested": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._warm = WeakIdKeyDictionary()
+        self._follow(self._coordinator.roster)

@@ -823,6 +823,15 @@ class TestState:
             train_step(twin, optimizer, parameter.sum(), math.inf)
             assert twin.get_scale() == 2.0**15
 
+    def test_a_copy_made_after_a_loss_scales_losses_of_its_own(self) -> None:
+        scaler = DistributedGradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+            parameter, optimizer = sgd(1.0)
+            twin.scale(3 * parameter).sum().backward()
+            twin.step(optimizer)
+            assert parameter.item() == -2.0
+
     def test_restart_is_exact(self) -> None:
         parameter, optimizer = sgd(1.0)
         rule = {"hysteresis": 2, "growth_interval": 3, "max_scale": 2.0**20}
