@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from distscale.checksum import digest
+from distscale.shards import is_dtensor
 
 __all__ = ["Look", "count_holders", "look"]
 
@@ -46,7 +46,7 @@ def look(named: Mapping[str, Tensor], world_size: int) -> dict[str, Look]:
 
     Collective: no. Syncs host: yes, once a device.
     """
-    values = {name: param.to_local() if isinstance(param, DTensor) else param for name, param in named.items()}
+    values = {name: param.to_local() if is_dtensor(param) else param for name, param in named.items()}
     on_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for local in values.values():
         on_device[local.device].append(_checksums(local.detach()))
@@ -59,11 +59,11 @@ def look(named: Mapping[str, Tensor], world_size: int) -> dict[str, Look]:
         if lowest == highest:
             constant.append(name)
     neighbours = _neighbours(list(named), constant)
-    meshes = {id(param.device_mesh): param.device_mesh for param in named.values() if isinstance(param, DTensor)}
+    meshes = {id(param.device_mesh): param.device_mesh for param in named.values() if is_dtensor(param)}
     ranks = {key: digest(mesh.mesh.flatten().tolist()) for key, mesh in meshes.items()}
     looks = {}
     for name, param in named.items():
-        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        mesh = param.device_mesh if is_dtensor(param) else None
         if mesh is not None and mesh.size() == world_size:
             looks[name] = Look(ranks[id(mesh)], 0)
         else:

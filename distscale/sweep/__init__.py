@@ -8,8 +8,8 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from distscale.shards import is_dtensor
 from distscale.sweep import reference
 from distscale.sweep.choice import Backend, backend_for
 from distscale.sweep.parts import INF_BITS as INF_BITS
@@ -91,7 +91,7 @@ def loss_bits(loss: Tensor) -> Tensor:
 
     A loss on the meta device, where pipeline schedules try out the loss function, has no values: 0, on the CPU.
     """
-    local: Tensor = loss.to_local().detach() if isinstance(loss, DTensor) else loss.detach()
+    local: Tensor = loss.to_local().detach() if is_dtensor(loss) else loss.detach()
     if local.is_meta:
         return torch.zeros((), dtype=torch.int32)
     if local.is_complex():
