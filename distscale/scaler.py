@@ -66,6 +66,9 @@ class DistributedGradScaler(LocalScaler):
         min_scale: floor of dynamic scaling.
         max_scale: cap of dynamic scaling.
         hysteresis: overflows since the last growth from which on the scale backs off; 1: at each, as in torch.
+        hysteresis_refill: clean steps in a row, 2 or more, after which those overflows are counted anew; None: only
+            growth does that.
+        growth_delay: clean steps that the first growth after an overflow, or of all, takes beyond ``growth_interval``.
         max_consecutive_skips: raise :class:`ScaleExhaustedError` once this many steps were skipped, with no clean one
             between them, although the scale could not be lowered or the loss itself was not finite; None: never.
 
@@ -91,10 +94,20 @@ class DistributedGradScaler(LocalScaler):
         min_scale: float = MIN_SCALE,
         max_scale: float = MAX_SCALE,
         hysteresis: int = 1,
+        hysteresis_refill: int | None = None,
+        growth_delay: int = 0,
         max_consecutive_skips: int | None = 100,
     ) -> None:
         rule = DynamicScale(
-            init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            hysteresis,
+            min_scale,
+            max_scale,
+            hysteresis_refill,
+            growth_delay,
         )
         check_max_norm(max_norm)
         if reducer is not None and process_group is not None:

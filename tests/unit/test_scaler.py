@@ -4,6 +4,8 @@ import copy
 import io
 import math
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +64,8 @@ class TestConstructor:
             {"growth_interval": 0},
             {"growth_interval": 2.5},
             {"hysteresis": 0},
+            {"hysteresis_refill": 1},
+            {"growth_delay": -1},
             {"min_scale": 0.0},
             {"max_scale": math.inf},
             {"max_norm": 0.0},
@@ -618,6 +622,15 @@ class TestPolicies:
             scales.append(math.log2(scaler.get_scale()))
         assert scales == [16, 16, 15, 14, 14, 14, 15, 15, 14]
 
+    def test_hysteresis_that_clean_steps_refill_and_growth_that_comes_later_at_first(self) -> None:
+        parameter, optimizer = sgd(1.0)
+        scaler = DistributedGradScaler("cpu", hysteresis=2, hysteresis_refill=2, growth_interval=3, growth_delay=1)
+        scales = []
+        for bad in (math.inf, math.inf, 0.0, 0.0, math.inf, *[0.0] * 7):
+            train_step(scaler, optimizer, parameter.sum(), bad)
+            scales.append(math.log2(scaler.get_scale()))
+        assert scales == [16, 15, 15, 15, 15, 15, 15, 15, 16, 16, 16, 17]
+
     def test_floor_cap_and_the_error_at_the_floor(self) -> None:
         # C10, C11
         parameter, optimizer = sgd(1.0)
@@ -869,3 +882,10 @@ class CountHostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.overloadpacket.__name__ in self._names
         return func(*args, **(kwargs or {}))
+
+
+def test_the_import_does_not_import_dtensor() -> None:
+    # It takes a third as long as torch itself, and there are no DTensors without it. (torch.optim imports it, too.)
+    script = "import sys, distscale; print('torch.distributed.tensor' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
