@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BAD_VALUES, counted, full_norm, local, poison, results_by_case, run_step, snapshot
+from layout_models import Stage, block, tensor_parallel
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp import ShardingStrategy as Strategy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -93,11 +93,6 @@ def check(by_rank: list[dict[str, Any]], num_poisoned: int) -> None:
         assert norm == pytest.approx(seen["norm"], rel=1e-6)
         assert norm > 0
         assert seen["exchanges"] == 1
-
-
-def block(seed: int = 0, width: int = 8) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width))
 
 
 def run_backward(model: nn.Module, scaler: Any, seed: int, width: int = 8) -> None:
@@ -199,15 +194,6 @@ def tensor_parallel_layout(norms_first: bool) -> Layout:
     return Layout(params, lambda scaler: run_backward(model, scaler, mesh.get_local_rank("dp")), 4)
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, prefix: str = "") -> nn.Module:
-    plan = {
-        f"{prefix}0": ColwiseParallel(output_layouts=Replicate()),
-        f"{prefix}2": RowwiseParallel(input_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh["tp"], plan)
-    return fully_shard(model, mesh=mesh["dp"])
-
-
 def expert_parallel_layout() -> Layout:
     """A dense layer sharded over all ranks, and experts sharded over pairs of ranks, which are replicas."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
@@ -245,17 +231,6 @@ def context_parallel(rank: int) -> dict[str, Any]:
             dist.all_reduce(param.grad)
 
     return observe(Layout(list(model.parameters()), backward, dist.get_world_size()))
-
-
-class Stage(nn.Module):
-    """A stage of a pipeline; all stages call their tensors alike."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.layers = block(index)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layers(x))
 
 
 def pipeline_layout(schedule: type, model: nn.Module, index: int, num_stages: int, group: Any, copies: int) -> Layout:

@@ -20,16 +20,11 @@ from cases import (
     snapshot,
     tiny_model,
 )
-from torch import Tensor, nn
+from layout_models import Mlp, sequence_parallel
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
@@ -148,29 +143,10 @@ def dense(rank: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- tensor parallel
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 12, bias=False)
-        self.down = nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def tensor_parallel(norms_first: bool) -> tuple[Optimizer, Any]:
     """FSDP2 x TP on a 2x2 mesh, sequence parallel, the norms replicated over TP."""
-    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = Block()
-    plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    parallelize_module(model, mesh["tp"], plan)
-    fully_shard(model, mesh=mesh["dp"])
+    model = sequence_parallel(Mlp(seed=0), mesh)
     dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
     x = torch.linspace(-1.0, 1.0 + dp, 2 * 6 * 8).sin().view(2, 6, 8)
     (model(x.chunk(2, dim=1)[tp]).square().sum() * SCALE).backward()
