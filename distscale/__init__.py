@@ -18,3 +18,11 @@ from distscale.reducers import Reducer as Reducer
 from distscale.scaler import DistributedGradScaler as DistributedGradScaler
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name == "deepspeed_initialize":  # imported when asked for: it is of no use to others
+        from distscale.integrations.deepspeed import deepspeed_initialize
+
+        return deepspeed_initialize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -61,10 +61,15 @@ class ReportQueue:
             return
         if self._blocked_since is None:
             self._blocked_since = report.step - blocked_steps + 1
-        if self._max_consecutive_skips is None or blocked_steps < self._max_consecutive_skips or not report.culprit:
+        if self._max_consecutive_skips is None or blocked_steps < self._max_consecutive_skips:
             return
-        rank, tensor, kind = report.culprit.rank, report.culprit.tensor, report.culprit.kind
         since = f"{blocked_steps} steps were skipped in a row, since step {self._blocked_since}"
+        if report.culprit is None:
+            raise ScaleExhaustedError(
+                f"{since}, and the scale, {report.scale:g}, cannot go lower: gradients are not finite; of which tensor "
+                "and rank is not known, for distscale did not look at them itself"
+            )
+        rank, tensor, kind = report.culprit.rank, report.culprit.tensor, report.culprit.kind
         if tensor == "loss":
             raise ScaleExhaustedError(
                 f"the loss itself is not finite: {since}; last it was {kind} on rank {rank}. No loss scale can help; "

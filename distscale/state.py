@@ -55,13 +55,16 @@ class ScaleKeeper(GradScaler):
         """
         if not self._enabled:
             return {}
+        return checkpoint.encode(self._policy, self.saved_state())
+
+    def saved_state(self) -> checkpoint.SavedState:
+        """The numbers of :meth:`state_dict` without the rule. Collective: no. Syncs host: yes."""
         growth, hysteresis, blocked = (
             (self._init_growth_tracker, self._init_hysteresis_tracker, self._init_blocked_steps)
             if self._scale is None
             else (int(tracker) for tracker in self._state()[1:])
         )
-        saved = checkpoint.SavedState(self.get_scale(), growth, hysteresis, blocked, self._step)
-        return checkpoint.encode(self._policy, saved)
+        return checkpoint.SavedState(self.get_scale(), growth, hysteresis, blocked, self._step)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores a state of this class or of torch's GradScaler, on any number of ranks; all load the same.

@@ -1,0 +1,236 @@
+"""Who owns the loss scale of a DeepSpeed engine: DeepSpeed's own scaler is laid to rest, and ours is put in force.
+
+For checkpoints it comes back: what is saved is DeepSpeed's scaler in the state that ours has, so that DeepSpeed alone
+can go on with it, and what DeepSpeed alone has saved is read from its scaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from distscale.checkpoint import SavedState
+from distscale.errors import ConfigError
+from distscale.policy import DynamicScale, Policy
+
+__all__ = ["ScaleOwner", "saved_by_deepspeed", "scale_owner"]
+
+_NOTHING = MappingProxyType({"cur_iter": 0, "last_overflow_iter": -1})
+
+
+class ScaleOwner(Protocol):
+    """The scale of one kind of optimizer."""
+
+    uses_fp16: bool
+
+    def take_over(self) -> Any:
+        """Replaces DeepSpeed's scaler by one that never changes.
+
+        Returns:
+            The one that was there, if it was dynamic: as DeepSpeed's loading of a checkpoint has left it.
+        """
+
+    def set(self, scale: float) -> None:
+        """Puts ``scale`` in force for the next backward passes and the step after them."""
+
+    def watch(self, note: Callable[[Tensor], None]) -> None:
+        """Calls ``note`` with every loss before its backward pass."""
+
+    def lend(self, policy: Policy, state: SavedState) -> Any:
+        """A context in which DeepSpeed's own scaler is there, in the given state."""
+
+
+def scale_owner(engine: Any) -> ScaleOwner:
+    """Finds out how the loss is scaled.
+
+    Raises:
+        ConfigError: if it is scaled in a way that cannot be right, or there is nothing to coordinate.
+    """
+    optimizer = engine.optimizer
+    if optimizer is None or not hasattr(optimizer, "optimizer"):
+        raise ConfigError(
+            "this engine hands gradients to its optimizer as they are (ZeRO stage 0 without fp16 or bf16), so there is "
+            'nothing to coordinate: switch on "fp16", "bf16" or ZeRO, or use distscale.DistributedGradScaler'
+        )
+    if any(
+        getattr(place, name, None) is not None
+        for place, name in ((optimizer, "torch_autocast_gradscaler"), (engine, "torch_autocast_z0_gradscaler"))
+    ):
+        raise ConfigError(
+            '"torch_autocast" with float16 scales the loss by a torch GradScaler that DeepSpeed never updates after an '
+            'overflow, and clips gradients that still carry the scale; use the "fp16" block, with "auto_cast" to cast '
+            'the inputs, or "torch_autocast" with bfloat16'
+        )
+    if not engine.fp16_enabled():
+        return _NoScale(engine)
+    if hasattr(optimizer, "loss_scale_config"):
+        if hasattr(type(engine), "train_batch"):
+            raise ConfigError(
+                "the pipeline engine with fp16 at ZeRO stage 0 never scales the loss, though it divides the gradients "
+                'by the scale; set "zero_optimization": {"stage": 1}'
+            )
+        return _Stage0(engine)
+    return _ZeRO(engine)
+
+
+@dataclass
+class _NoScale:
+    """BF16 and FP32."""
+
+    engine: Any
+    uses_fp16 = False
+
+    def take_over(self) -> Any:
+        return None
+
+    def set(self, scale: float) -> None:
+        assert scale == 1
+
+    def watch(self, note: Callable[[Tensor], None]) -> None:
+        _watch(self.engine.optimizer, note)
+
+    @contextmanager
+    def lend(self, policy: Policy, state: SavedState) -> Iterator[None]:
+        yield
+
+
+@dataclass
+class _ZeRO:
+    """ZeRO stages 1, 2 and 3, whose loss and gradients both follow ``override_loss_scale``."""
+
+    engine: Any
+    uses_fp16 = True
+
+    def take_over(self) -> Any:
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+        optimizer = self.engine.optimizer
+        found = optimizer.loss_scaler
+        optimizer.loss_scaler = LossScaler(scale=found.cur_scale)
+        optimizer.dynamic_loss_scale = False
+        return found if found.dynamic else None
+
+    def set(self, scale: float) -> None:
+        optimizer = self.engine.optimizer
+        optimizer.external_loss_scale = scale  # beforehand: the method logs a line at every change
+        optimizer.override_loss_scale(scale)
+
+    def watch(self, note: Callable[[Tensor], None]) -> None:
+        _watch(self.engine.optimizer, note)
+
+    @contextmanager
+    def lend(self, policy: Policy, state: SavedState) -> Iterator[None]:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+        optimizer = self.engine.optimizer
+        kept = optimizer.loss_scaler, optimizer.dynamic_loss_scale
+        if isinstance(policy, DynamicScale):
+            lent = DynamicLossScaler(
+                init_scale=state.scale,
+                scale_window=policy.growth_interval,
+                min_scale=policy.min_scale,
+                delayed_shift=policy.hysteresis,
+                consecutive_hysteresis=policy.hysteresis_refill is not None,
+            )
+            lent.cur_hysteresis = max(state.hysteresis_tracker, 1)
+            lent.cur_iter, lent.last_overflow_iter = state.growth_tracker, -1
+            optimizer.loss_scaler, optimizer.dynamic_loss_scale = lent, True
+        else:
+            optimizer.loss_scaler = LossScaler(scale=state.scale)
+        try:
+            yield
+        finally:
+            optimizer.loss_scaler, optimizer.dynamic_loss_scale = kept
+
+
+@dataclass
+class _Stage0:
+    """Stage 0 in FP16, where the engine divides by a scale that, since 0.18.3, it does not multiply the loss with."""
+
+    engine: Any
+    uses_fp16 = True
+
+    def take_over(self) -> Any:
+        config = self.engine.optimizer.loss_scale_config
+        found = dict(_NOTHING) | vars(config)
+        config.dynamic_loss_scale = False
+        return _Found(**{key: found[key] for key in _Found.__annotations__}) if found["dynamic_loss_scale"] else None
+
+    def set(self, scale: float) -> None:
+        self.engine.optimizer.loss_scale_config.cur_scale = scale
+
+    def watch(self, note: Callable[[Tensor], None]) -> None:
+        engine = self.engine
+        backward, scale = engine.backward, engine.scale if hasattr(type(engine), "scale") else None
+        scales_itself = hasattr(type(engine), "_do_optimizer_backward")  # until 0.18.2
+
+        def watched_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            note(loss.detach())
+            if scales_itself:
+                return backward(loss, *args, **kwargs)
+            factor = engine.optimizer.loss_scale_config.cur_scale
+            returned = backward(loss.float() * factor, *args, **kwargs)
+            return None if returned is None else (returned / factor).to(loss.dtype)
+
+        def watched_scale(loss: Tensor) -> Any:
+            assert scale is not None
+            note(loss.detach())
+            return scale(loss.float() * engine.optimizer.loss_scale_config.cur_scale)
+
+        engine.backward = watched_backward
+        if scale is not None:
+            engine.scale = watched_scale
+
+    @contextmanager
+    def lend(self, policy: Policy, state: SavedState) -> Iterator[None]:
+        config = self.engine.optimizer.loss_scale_config
+        kept = dict(vars(config))
+        if isinstance(policy, DynamicScale):
+            config.dynamic_loss_scale = True
+            config.cur_iter, config.last_overflow_iter = state.growth_tracker, -1
+            config.scale_factor, config.scale_window = policy.growth_factor, policy.growth_interval
+            config.min_loss_scale = policy.min_scale
+        try:
+            yield
+        finally:
+            vars(config).clear()
+            vars(config).update(kept)
+
+
+@dataclass
+class _Found:
+    """What stage 0 keeps of a dynamic scale, under the names of DeepSpeed's scaler."""
+
+    cur_scale: float
+    cur_iter: int
+    last_overflow_iter: int
+
+
+def saved_by_deepspeed(found: Any, policy: DynamicScale, step: int) -> SavedState:
+    """Our state for the dynamic scaler that a checkpoint of DeepSpeed alone has brought.
+
+    DeepSpeed grows after window + 1 clean steps and then after each window; our tracker counts from the last growth.
+    """
+    clean = max(0, found.cur_iter - found.last_overflow_iter - 1)
+    run = clean if clean <= policy.growth_interval else (clean - 1) % policy.growth_interval + 1
+    tolerance = min(getattr(found, "cur_hysteresis", policy.hysteresis), policy.hysteresis)
+    return SavedState(float(found.cur_scale), run, tolerance, 0, step)
+
+
+def _watch(optimizer: Any, note: Callable[[Tensor], None]) -> None:
+    name = "scale_if_loss" if hasattr(optimizer, "scale_if_loss") else "backward"
+    original = getattr(optimizer, name, None)
+    if original is None:
+        return
+
+    def watched(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            note(loss.detach())
+        return original(loss, *args, **kwargs)
+
+    setattr(optimizer, name, watched)
