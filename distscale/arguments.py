@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ def make_policy(policy: Policy | str | None, rule: DynamicScale) -> Policy:
         raise ConfigError(f"policy={given!r} is neither a name nor a policy object, which is a frozen dataclass")
     if rule != DynamicScale():
         raise ConfigError(
-            "give a policy object or init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale "
-            "and max_scale, not both: the object brings its own"
+            f"give a policy object or {', '.join(field.name for field in fields(rule))}, not both: the object brings "
+            "its own"
         )
     return policy
 

@@ -155,6 +155,10 @@ class ScalerSection(Section):
     """Cap of the scale."""
     hysteresis: Count = 1
     """Overflows since the last growth from which on the scale backs off."""
+    hysteresis_refill: int | None = Field(default=None, ge=2, le=2**31 - 1)
+    """Clean steps in a row after which it tolerates as many overflows again; leave the key out: only after a growth."""
+    growth_delay: int = Field(default=0, ge=0, le=2**30)
+    """Clean steps that the first growth after an overflow takes beyond ``growth_interval``; DeepSpeed's rule has 1."""
     max_consecutive_skips: Count = 100
     """Skips in a row, that no lower scale could have saved, after which the run ends with an error."""
     max_norm: float | None = Field(default=None, gt=0)
