@@ -1,4 +1,4 @@
-"""The command ``distscale``: what is in use on this machine, and how fast it is. Needs the extra ``cli``."""
+"""The command ``distscale``: what is in use here, how fast it is, and conversions. Needs the extra ``cli``."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ from distscale.bench.table import table as bench_table
 
 __all__ = ["app", "main"]
 
+_FormatName = Literal["toml", "deepspeed", "megatron", "nemo", "nemo2", "colossalai", "accelerate"]
+
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="One loss scale and one skip decision for all ranks: what is in use on this machine, and how fast it is.",
+    help="One loss scale and one skip decision for all ranks: what is in use on this machine, how fast it is, and the "
+    "settings of other trainers, converted.",
 )
 
 
@@ -163,6 +166,43 @@ def _measure(options: benchmark.Options, dtype: str) -> benchmark.Result:
     with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as progress:
         bar = progress.add_task(dtype, total=options.rounds)
         return benchmark.measure(options, dtype, lambda done: progress.update(bar, completed=done, refresh=True))
+
+
+@app.command()
+def convert(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The configuration to read; - is standard input.")],
+    to: Annotated[_FormatName, typer.Option("--to", help="The format to write.")],
+    source: Annotated[_FormatName | None, typer.Option("--from", help="That of FILE, if it cannot be told.")] = None,
+    output: Annotated[str | None, typer.Option("--output", metavar="FILE", help="Write there, not to stdout.")] = None,
+) -> None:
+    """Convert what a configuration says about precision and loss scale from one trainer's form to another's.
+
+    Of FILE only that part is read, and only that part is written. What the new form cannot hold is printed to stderr, a
+    note a line. Formats: nemo is NeMo 1 and its native_amp keys, nemo2 is NeMo 2 and its fp16 arguments.
+    """
+    from distscale.convert import convert as converted  # the other commands do without
+
+    where = "standard input" if file == "-" else file
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where} is not text in UTF-8") from None
+    result = converted(text, to, source, where)
+    if output is not None and Path(output).exists() and file != "-" and Path(output).samefile(file):
+        raise ConfigError(
+            f"--output {output} is the file that is read, and would lose all its other parts; write elsewhere"
+        )
+    for note in [*([] if source else [f"{where} was read as {result.source}"]), *result.notes]:
+        print(f"note: {note}", file=sys.stderr)
+    if output is None:
+        print(result.text, end="")
+        return
+    try:
+        Path(output).write_text(result.text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the result cannot be written to {output}: {error.strerror}") from error
 
 
 def _console(*, stderr: bool = False) -> Console:
