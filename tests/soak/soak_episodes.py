@@ -8,37 +8,9 @@ from dataclasses import asdict, dataclass
 
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis import strategies as st
+from soak_layouts import LAYOUTS, Kind
 
-NUM_RANKS = 4
-
-LAYOUTS: dict[str, str] = {
-    "ddp": "any",
-    "fsdp1, flat": "any",
-    "fsdp1, use_orig_params": "any",
-    "fsdp1, hybrid": "any",
-    "fsdp2": "dtensor",
-    "fsdp2, empty shards": "dtensor",
-    "fsdp2, reduced in fp16": "dtensor",
-    "fsdp2, cpu offload": "dtensor",
-    "hsdp": "dtensor",
-    "fsdp2 x tp, norms first": "loop",
-    "fsdp2 x tp, norms last": "loop",
-    "fsdp2 x ep, experts first": "loop",
-    "fsdp2 x ep, dense first": "loop",
-    "fsdp2 x pp": "dtensor",
-    "pipeline": "any",
-    "plain beside sharded": "loop",
-    "local experts": "any",
-    "idle ranks": "any",
-}
-"""Which optimizers a layout can have. Torch has no fused SGD for DTensors, and its foreach and fused operators take
-neither plain tensors and DTensors nor DTensors of several meshes together."""
-
-OPTIMIZERS = {
-    "loop": ["sgd-momentum", "adamw-loop"],
-    "dtensor": ["sgd-momentum", "adamw-loop", "adamw-foreach", "adamw-fused"],
-    "any": ["sgd-momentum", "adamw-loop", "adamw-foreach", "adamw-fused", "sgd-momentum-fused"],
-}
+__all__ = ["Episode", "Fault", "draw_episodes", "episodes"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +43,7 @@ class Episode:
     optimizer: str
     max_norm: float | None
     unscales: bool
-    """Whether ``unscale_`` is called before ``step``."""
+    """Whether ``unscale_`` is called before ``step``, for the first optimizer."""
     num_backwards: int
     """A step; more than one accumulates."""
     init_scale: float
@@ -79,6 +51,14 @@ class Episode:
     seed: int
     """Of the model and the data."""
     steps: tuple[tuple[Fault, ...], ...]
+    num_optimizers: int = 1
+    """They share the parameters out, and step together."""
+    overlaps: bool = False
+    """Whether gradients of FSDP2 are swept in the backward pass."""
+
+    @property
+    def kind(self) -> Kind:
+        return LAYOUTS[self.layout]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -98,10 +78,11 @@ WILD = (*NATURAL, "replica", "huge", "missing", "veto")
 def episodes(draw: st.DrawFn, layout: str, num_steps: int, *, wild: bool) -> Episode:
     """Draws the rest of an episode on ``layout``; it shrinks towards no fault. ``wild``: see :class:`Fault`."""
     kinds = WILD if wild else NATURAL
+    kind = LAYOUTS[layout]
     fault = st.builds(
         Fault,
         st.sampled_from(kinds if layout != "idle ranks" else (*kinds, "idle", "idle")),
-        st.integers(0, NUM_RANKS - 1),
+        st.integers(0, kind.num_ranks - 1),
         st.integers(0, 11),
         st.sampled_from(["inf", "-inf", "nan"]),
     )
@@ -109,14 +90,17 @@ def episodes(draw: st.DrawFn, layout: str, num_steps: int, *, wild: bool) -> Epi
     step = st.integers(0, 9).flatmap(lambda dice: st.tuples(*[fault] * max(0, (dice - 4) // 2)))
     return Episode(
         layout,
-        draw(st.sampled_from(OPTIMIZERS[LAYOUTS[layout]])),
+        draw(st.sampled_from(kind.optimizers)),
         draw(st.sampled_from([None, 0.05])),
-        draw(st.booleans()),
+        kind.may_unscale and draw(st.booleans()),
         draw(st.integers(1, 2)),
         draw(st.sampled_from([1024.0, 65536.0, 0.0625] if wild else [1024.0, 65536.0])),
         draw(st.sampled_from([2000, 1, 3])),
         draw(st.integers(0, 2**16 - 1)),
         draw(st.tuples(*[step] * num_steps)),
+        # Torch's scaler decides for each optimizer by itself.
+        draw(st.integers(1, 2)) if wild else 1,
+        wild and draw(st.booleans()),
     )
 
 

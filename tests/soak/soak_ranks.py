@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from cases import OPTIMIZERS, local, poison, snapshot
-from soak_episodes import NUM_RANKS, Episode, Fault
-from soak_layouts import BUILDERS, Layout
+from soak_episodes import Episode, Fault
+from soak_pieces import Layout
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from distscale import DistributedGradScaler, StepReport
+from distscale.integrations.fsdp import overlap
 
 HUGE = 3e38
 """Infinite in fp32 once it is divided by a scale below 0.88."""
@@ -37,8 +38,11 @@ class Row(NamedTuple):
     loses: bool = False
     """Whether its loss was not finite."""
     vetoes: bool = False
-    has_values: bool = False
-    """Whether there is anything on it that a step would change."""
+    pieces: tuple[tuple[Hashable, float, float], ...] = ()
+    """The pieces of gradients that it holds, as they are before ``step``, unscaled: key, largest magnitude, and sum of
+    squares in float64."""
+    moved: tuple[bool, ...] = ()
+    """Of each optimizer that has gradients here, whether a parameter was changed."""
     params_changed: bool = False
     params_bad: bool = False
     """Not finite any more."""
@@ -52,7 +56,7 @@ class Row(NamedTuple):
     amax: tuple[tuple[str, float], ...] = ()
 
 
-def serve(rank: int, address: str, scaler_kind: str, group_timeout_s: float) -> None:
+def serve(rank: int, address: str, num_ranks: int, scaler_kind: str, group_timeout_s: float) -> None:
     """Plays every episode that comes from the parent, until the connection ends."""
     connection = Client(address)
     connection.send((rank, os.getpid()))
@@ -60,7 +64,7 @@ def serve(rank: int, address: str, scaler_kind: str, group_timeout_s: float) -> 
         "gloo",
         init_method=f"file://{address}.store",
         rank=rank,
-        world_size=NUM_RANKS,
+        world_size=num_ranks,
         timeout=timedelta(seconds=group_timeout_s),
     )
     gc.freeze()  # torch itself is a million objects, which every collection would look at
@@ -91,8 +95,11 @@ class Player:
     def __init__(self, episode: Episode, scaler_kind: str) -> None:
         self.rank = dist.get_rank()
         self.episode = episode
-        self.layout: Layout = BUILDERS[episode.layout](episode.seed)
-        self.optimizer: Optimizer = OPTIMIZERS[episode.optimizer](self.layout.params)
+        self.layout: Layout = episode.kind.build(episode.seed)
+        self.optimizers: list[Optimizer] = [
+            OPTIMIZERS[episode.optimizer](self.layout.params[first :: episode.num_optimizers])
+            for first in range(episode.num_optimizers)
+        ]
         self.is_distscale = scaler_kind == "distscale"
         arguments: Any = {"init_scale": episode.init_scale, "growth_interval": episode.growth_interval}
         self.scaler: Any
@@ -102,24 +109,31 @@ class Player:
             self.scaler = ShardedGradScaler("cpu", process_group=dist.group.WORLD, **arguments)
         else:
             self.scaler = torch.amp.GradScaler("cpu", **arguments)
+        if episode.overlaps and self.layout.fsdp2 is not None:
+            overlap(self.scaler, self.layout.fsdp2)
         self.held: list[list[Hashable]] = []  # by rank, the pieces of gradients that it holds
 
     def step(self, step: int, faults: tuple[Fault, ...]) -> Row:
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loses = self._backward(step, faults)
         if not self.held:
-            self.held = [[] for _ in range(NUM_RANKS)]
+            self.held = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(self.held, list(self._pieces()))
         vetoes, has_put = self._put(faults)
         sees_bad = self._sees_bad()
-        before = [local(param).detach().clone() for param in self.layout.params], snapshot(self.optimizer)
-        has_values = bool(self._pieces())
+        before = [local(param).detach().clone() for param in self.layout.params], snapshot(*self.optimizers)
+        pieces = self._measured()
+        held = {key for key, _, _ in pieces}
+        are_held = [key in held for key in self._all_pieces()]
         self._step(vetoes)
         # An == of tensors would take a NaN for a change, and -0.0 for 0.0; these are bits.
-        params_changed = any(
+        changed = [
             not torch.equal(old.view(torch.int32), local(param).detach().view(torch.int32))
             for old, param in zip(before[0], self.layout.params, strict=True)
-        )
+        ]
+        num = self.episode.num_optimizers
+        moved = tuple(any(changed[first::num]) for first in range(num) if any(are_held[first::num]))
         report = self.scaler.last_step if self.is_distscale else None
         return Row(
             "",
@@ -127,10 +141,11 @@ class Player:
             sees_bad,
             loses,
             vetoes,
-            has_values,
-            params_changed,
+            pieces,
+            moved,
+            any(changed),
             not all(bool(local(param).isfinite().all()) for param in self.layout.params),
-            snapshot(self.optimizer) != before[1],
+            snapshot(*self.optimizers) != before[1],
             self.scaler.get_scale(),
             self._trackers(),
             tuple((key, _checksum(self.layout.params[key[0]])) for key in self._all_pieces()),
@@ -174,6 +189,10 @@ class Player:
     def _all_pieces(self) -> list[Any]:
         return [self.layout.key(index) for index in range(len(self.layout.params))]
 
+    def _measured(self) -> tuple[tuple[Hashable, float, float], ...]:
+        wide = {key: local(grad).double() / self.scaler.get_scale() for key, grad in self._pieces().items()}
+        return tuple((key, float(grad.abs().max()), float(grad.square().sum())) for key, grad in wide.items())
+
     def _put(self, faults: tuple[Fault, ...]) -> tuple[bool, bool]:
         """Returns whether this rank vetoes, and whether it has put in a bad value."""
         has_put, vetoes = self.has_spread, False
@@ -191,7 +210,8 @@ class Player:
         value = HUGE if fault.kind == "huge" else float(fault.value)
         if fault.kind == "huge" and self.scaler.get_scale() >= 0.88:
             return False
-        rank = next(rank % NUM_RANKS for rank in range(fault.rank, 2 * NUM_RANKS) if self.held[rank % NUM_RANKS])
+        ranks = range(dist.get_world_size())
+        rank = next(rank for rank in (*ranks[fault.rank :], *ranks) if self.held[rank])
         key = self.held[rank][fault.tensor % len(self.held[rank])]
         piece = self._pieces().get(key)
         if piece is None or (fault.kind == "replica" and rank != self.rank):
@@ -215,10 +235,10 @@ class Player:
         max_norm = self.episode.max_norm
         clip = None if self.is_distscale or max_norm is None else self.layout.clip
         if self.episode.unscales or clip is not None:
-            self.scaler.unscale_(self.optimizer)
+            self.scaler.unscale_(self.optimizers[0])
         if clip is not None and max_norm is not None:
             clip(max_norm)
-        self.scaler.step(self.optimizer)
+        self.scaler.step(*self.optimizers)
         self.scaler.update()
 
     def _trackers(self) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from soak_episodes import LAYOUTS, Episode, draw_episodes
+from soak_episodes import Episode, draw_episodes
+from soak_layouts import LAYOUTS
 from soak_world import World, look
 
 EPISODE_STEPS = 25
@@ -54,11 +55,11 @@ def play_all(num_steps: int) -> dict[str, dict[str, Tally]]:
     tallies: dict[str, dict[str, Tally]] = {}
     for scaler, timeout_s in SCALERS.items():
         tallies[scaler] = {}
-        with World(scaler, timeout_s) as world:
-            for layout in LAYOUTS:
+        with World(scaler, 4, timeout_s) as four, World(scaler, 8, timeout_s) as eight:
+            for layout, kind in LAYOUTS.items():
                 tally = tallies[scaler][layout] = Tally()
                 for episode in episodes[layout]:
-                    tally.add(world, episode)
+                    tally.add(eight if kind.num_ranks == 8 else four, episode)
                 print(f"{scaler} on {layout}: {tally.cells()}", file=sys.stderr, flush=True)
     return tallies
 

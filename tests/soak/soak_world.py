@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from soak_episodes import LAYOUTS, NUM_RANKS, Episode
+from soak_episodes import Episode
 from soak_ranks import Row, serve
 
 from ranks import run_ranks
@@ -25,14 +26,15 @@ LIFE_S = 24 * 3600.0
 
 
 class World:
-    """Four gloo processes that play one episode after another with one kind of scaler: "distscale" or "torch".
+    """Gloo processes that play one episode after another with one kind of scaler: "distscale" or "torch".
 
+    They start with the first episode.
     After an error that not all ranks had together, the next episode begins with new processes: collectives may be
     pending.
     """
 
-    def __init__(self, scaler_kind: str, group_timeout_s: float = 60.0) -> None:
-        self.scaler_kind, self.group_timeout_s = scaler_kind, group_timeout_s
+    def __init__(self, scaler_kind: str, num_ranks: int, group_timeout_s: float = 60.0) -> None:
+        self.scaler_kind, self.num_ranks, self.group_timeout_s = scaler_kind, num_ranks, group_timeout_s
         self._connections: list[Connection] = []
         self._pids: list[int] = []
         self._thread: threading.Thread | None = None
@@ -40,13 +42,14 @@ class World:
 
     def play(self, episode: Episode) -> list[list[Row]]:
         """What every rank saw: by rank and step, up to its first error. A rank that hangs has one, too."""
+        assert episode.kind.num_ranks == self.num_ranks
         if not self._connections:
             self._start()
         for connection in self._connections:
             connection.send(episode.to_json())
         by_rank: dict[int, list[Row]] = {}
-        while len(by_rank) < NUM_RANKS:
-            left = {self._connections[rank]: rank for rank in range(NUM_RANKS) if rank not in by_rank}
+        while len(by_rank) < self.num_ranks:
+            left = {self._connections[rank]: rank for rank in range(self.num_ranks) if rank not in by_rank}
             has_failed = any(rows[-1].error for rows in by_rank.values())
             ready = wait(list(left), timeout=self.group_timeout_s + 5.0 if has_failed else PLAY_S)
             if not ready:
@@ -58,7 +61,7 @@ class World:
                     by_rank[rank] = connection.recv()
                 except EOFError:
                     by_rank[rank] = [Row(error=f"died: {self._end}")]
-        seen = [by_rank[rank] for rank in range(NUM_RANKS)]
+        seen = [by_rank[rank] for rank in range(self.num_ranks)]
         if len({(len(rows), bool(rows[-1].error)) for rows in seen}) > 1:
             self.close()
         return seen
@@ -92,8 +95,9 @@ class World:
                 try:
                     run_ranks(
                         serve,
-                        NUM_RANKS,
+                        self.num_ranks,
                         address,
+                        self.num_ranks,
                         self.scaler_kind,
                         self.group_timeout_s,
                         init=False,
@@ -110,7 +114,7 @@ class World:
             self._thread.start()
             by_rank: dict[int, Connection] = {}
             self._pids = []
-            while len(by_rank) < NUM_RANKS:
+            while len(by_rank) < self.num_ranks:
                 connection = listener.accept()
                 try:
                     rank, pid = connection.recv()
@@ -118,7 +122,7 @@ class World:
                     raise AssertionError("the ranks did not start") from self._end
                 by_rank[rank] = connection
                 self._pids.append(pid)
-        self._connections = [by_rank[rank] for rank in range(NUM_RANKS)]
+        self._connections = [by_rank[rank] for rank in range(self.num_ranks)]
 
 
 # ---------------------------------------------------------------- what went wrong
@@ -146,7 +150,7 @@ def look(rows: Sequence[Row]) -> Seen:
     must_skip = any(row.sees_bad or row.loses or row.vetoes for row in rows)
     if error:
         return Seen(must_skip, False, False, error)
-    took = {row.params_changed for row in rows if row.has_values}
+    took = {row.params_changed for row in rows if row.moved}
     states = {(row.scale, row.trackers) for row in rows}
     is_poisoned = any(row.params_bad or (must_skip and row.params_changed) for row in rows)
     return Seen(must_skip, len(took) > 1 or len(states) > 1, is_poisoned, "")
@@ -159,7 +163,7 @@ class Judge:
         self.scale, self.run, self.num_blocked = episode.init_scale, 0, 0
         self.tolerance = 1  # the hysteresis, until the first overflow since the scale has grown
         self.growth_interval = episode.growth_interval
-        self.overflows_by_itself = episode.layout == "fsdp2, reduced in fp16"
+        self.overflows_by_itself = episode.kind.overflows_by_itself
         self.step = 0
 
     def faults_of(self, rows: Sequence[Row]) -> list[str]:
@@ -177,8 +181,8 @@ class Judge:
             "the ranks differ in their reports": len({(repr(row.report), repr(row.amax)) for row in rows}) > 1,
             "a skipped step changed parameters": seen.must_skip and any(row.params_changed for row in rows),
             "a skipped step changed the optimizer's state": seen.must_skip and any(row.state_changed for row in rows),
-            "a clean step did not change the parameters of every rank": not seen.must_skip
-            and not all(row.params_changed for row in rows if row.has_values),
+            "a clean step did not change the parameters of every rank and optimizer": not seen.must_skip
+            and not all(moved for row in rows for moved in row.moved),
             "parameters are not finite": any(row.params_bad for row in rows),
             "replicas differ": self._differ(rows),
             f"the scale is not {self.scale}": any(row.scale != self.scale for row in rows),
@@ -189,6 +193,16 @@ class Judge:
         told = (report.step, report.skipped, report.scale, report.next_scale)
         wanted = (self.step - 1, seen.must_skip, before, self.scale)
         wrong[f"the report says {told}, and not {wanted}"] = told != wanted
+        if not seen.must_skip:
+            # Replicas count once.
+            pieces = {key: measured for row in rows for key, *measured in row.pieces}
+            peak = max((peak for peak, _ in pieces.values()), default=0.0)
+            norm = math.sqrt(sum(square for _, square in pieces.values()))
+            reported = max(report.amax.values(), default=0.0)
+            wrong[f"the largest magnitude is {reported}, and not {peak}"] = reported != peak
+            wrong[f"the norm is {report.grad_norm}, and not {norm}"] = report.grad_norm is not None and (
+                not math.isclose(report.grad_norm, norm, rel_tol=1e-6)
+            )
         culprits = {rank for rank, row in enumerate(rows) if row.loses} or {
             rank for rank, row in enumerate(rows) if row.sees_bad
         }
@@ -221,13 +235,14 @@ class Judge:
 
 def check(episode: Episode, by_rank: Sequence[Sequence[Row]]) -> None:
     """Raises AssertionError, which says what was wrong and how to play it again."""
-    assert episode.layout in LAYOUTS
     judge = Judge(episode)
     for step in range(max(len(rows) for rows in by_rank)):
         rows = [rows[step] if step < len(rows) else Row(error="ended before") for rows in by_rank]
         if faults := judge.faults_of(rows):
             lines = "\n".join(faults)
-            shown = "\n".join(f"rank {rank}: {row._replace(replicas=(), amax=())}" for rank, row in enumerate(rows))
+            shown = "\n".join(
+                f"rank {rank}: {row._replace(replicas=(), pieces=(), amax=())}" for rank, row in enumerate(rows)
+            )
             raise AssertionError(
                 f"step {step} on {episode.layout!r}, seed {episode.seed}, faults {episode.steps[step]}:\n{lines}\n"
                 f"{shown}\nto play it again:\n"
