@@ -96,9 +96,10 @@ class Player:
         self.rank = dist.get_rank()
         self.episode = episode
         self.layout: Layout = episode.kind.build(episode.seed)
+        params = self.layout.params
+        self.num_optimizers = min(episode.num_optimizers, len(params))  # a flat model has one parameter
         self.optimizers: list[Optimizer] = [
-            OPTIMIZERS[episode.optimizer](self.layout.params[first :: episode.num_optimizers])
-            for first in range(episode.num_optimizers)
+            OPTIMIZERS[episode.optimizer](params[first :: self.num_optimizers]) for first in range(self.num_optimizers)
         ]
         self.is_distscale = scaler_kind == "distscale"
         arguments: Any = {"init_scale": episode.init_scale, "growth_interval": episode.growth_interval}
@@ -132,7 +133,7 @@ class Player:
             not torch.equal(old.view(torch.int32), local(param).detach().view(torch.int32))
             for old, param in zip(before[0], self.layout.params, strict=True)
         ]
-        num = self.episode.num_optimizers
+        num = self.num_optimizers
         moved = tuple(any(changed[first::num]) for first in range(num) if any(are_held[first::num]))
         report = self.scaler.last_step if self.is_distscale else None
         return Row(
