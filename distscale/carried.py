@@ -48,9 +48,10 @@ class CarriedScale:
         return not self._may_differ or any(map(with_gradients, optimizers))
 
     def unscaled_ids(self, optimizers: Sequence[Optimizer]) -> set[int]:
-        """Parameters that ``optimizers`` share with those that were stepped since the last loss.
+        """Parameters whose gradients a step has unscaled since the last loss, of steps that concern ``optimizers``.
 
-        Together with the others of those; not if the step was skipped. Syncs host: only if there are any.
+        A step does so if it was not skipped, and concerns those that share a parameter with it. Syncs host: only if
+        there are such steps.
         """
         unscaled: set[int] = set()
         for stepped, decision in self._applied:
