@@ -23,6 +23,7 @@ __all__ = [
     "MAX_COUNT",
     "MAX_SCALE",
     "MIN_SCALE",
+    "REFILL_FOR_ANY_CLEAN_STEP",
     "DynamicScale",
     "NoScaling",
     "Outcome",
@@ -37,6 +38,8 @@ __all__ = [
 # or is flushed to zero, and the gradients are lost with it.
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**126
+# What rules that refill their tolerance on any clean step become: at most one step in 11 is lost without a back-off.
+REFILL_FOR_ANY_CLEAN_STEP = 10
 MAX_COUNT = 2**31 - 1  # counts are compared with int32 tensors, and travel in one
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from distscale.convert import sources
 from distscale.convert.rule import DType, Mode, Reading, ScalingRule
 from distscale.convert.values import Keys, not_looked_at
-from distscale.policy import MAX_COUNT, MAX_SCALE, MIN_SCALE
+from distscale.policy import MAX_COUNT, MAX_SCALE, MIN_SCALE, REFILL_FOR_ANY_CLEAN_STEP
 
 __all__ = ["REASONS", "find", "hold", "read", "render"]
 
@@ -36,8 +36,6 @@ _SCALER = (
     *("growth_delay", "hysteresis", "hysteresis_refill", "max_consecutive_skips", "max_norm"),
 )
 _DEFAULT_SKIPS = 100
-_REFILL = 10
-"""Stands for a refill on any clean step, as in the integration of DeepSpeed."""
 
 
 def find(text: str, where: str) -> Mapping[str, Any] | None:
@@ -93,7 +91,7 @@ def hold(rule: ScalingRule) -> ScalingRule:
     return dataclasses.replace(
         rule,
         growth_delay=min(rule.growth_delay, MAX_COUNT - rule.growth_interval),
-        hysteresis_refill=_REFILL if rule.hysteresis_refill == 1 else rule.hysteresis_refill,
+        hysteresis_refill=REFILL_FOR_ANY_CLEAN_STEP if rule.hysteresis_refill == 1 else rule.hysteresis_refill,
         max_consecutive_skips=skips,
         skips_nonfinite=True,
         max_norm=rule.max_norm or 0.0,

@@ -14,6 +14,7 @@ See docs/deepspeed.md for what DeepSpeed does otherwise, and what differs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from distscale.errors import ConfigError
@@ -50,7 +51,9 @@ def coordinate(engine: Any, **overrides: Any) -> Coordination:
     return _coordinate(engine, fp16, overrides)
 
 
-def deepspeed_initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+def deepspeed_initialize(
+    *args: Any, distscale: Mapping[str, Any] | None = None, **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize``, and :func:`coordinate` with the ``"distscale"`` block of the configuration.
 
     Args:
@@ -58,6 +61,7 @@ def deepspeed_initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]
         kwargs: the same; ``config`` (or ``config_params``, or ``args.deepspeed_config``) is a dict or the path of a
             JSON file. Its block ``"distscale"`` has the overrides of :func:`coordinate` that JSON can express; it is
             taken out before DeepSpeed sees it. ``fp16.min_loss_scale`` may be fractional.
+        distscale: overrides of :func:`coordinate`, also those that JSON cannot express; they go before the block.
 
     Returns:
         engine, optimizer, dataloader and scheduler, as ``deepspeed.initialize`` does. Collective: as it is.
@@ -78,9 +82,10 @@ def deepspeed_initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]
     rest, block = split_block(config)
     fp16 = config.get("fp16") or {}
     uses_fp16 = fp16.get("enabled", False) is True
-    settings_of(fp16, uses_fp16, block)  # refuses what is not allowed
+    overrides = {**block, **(distscale or {})}
+    settings_of(fp16, uses_fp16, overrides)  # refuses what is not allowed
     engine, *others = deepspeed.initialize(*args, config=rest, **kwargs)
-    _coordinate(engine, fp16, block)
+    _coordinate(engine, fp16, overrides)
     return engine, *others
 
 

@@ -52,11 +52,6 @@ def scale_owner(engine: Any) -> ScaleOwner:
         ConfigError: if it is scaled in a way that cannot be right, or there is nothing to coordinate.
     """
     optimizer = engine.optimizer
-    if optimizer is None or not hasattr(optimizer, "optimizer"):
-        raise ConfigError(
-            "this engine hands gradients to its optimizer as they are (ZeRO stage 0 without fp16 or bf16), so there is "
-            'nothing to coordinate: switch on "fp16", "bf16" or ZeRO, or use distscale.DistributedGradScaler'
-        )
     if any(
         getattr(place, name, None) is not None
         for place, name in ((optimizer, "torch_autocast_gradscaler"), (engine, "torch_autocast_z0_gradscaler"))
@@ -65,6 +60,11 @@ def scale_owner(engine: Any) -> ScaleOwner:
             '"torch_autocast" with float16 scales the loss by a torch GradScaler that DeepSpeed never updates after an '
             'overflow, and clips gradients that still carry the scale; use the "fp16" block, with "auto_cast" to cast '
             'the inputs, or "torch_autocast" with bfloat16'
+        )
+    if optimizer is None or not hasattr(optimizer, "optimizer"):
+        raise ConfigError(
+            "this engine hands gradients to its optimizer as they are (ZeRO stage 0 without fp16 or bf16), so there is "
+            'nothing to coordinate: switch on "fp16", "bf16" or ZeRO, or use distscale.DistributedGradScaler'
         )
     if not engine.fp16_enabled():
         return _NoScale(engine)
@@ -92,7 +92,10 @@ class _NoScale:
         assert scale == 1
 
     def watch(self, note: Callable[[Tensor], None]) -> None:
-        _watch(self.engine.optimizer, note)
+        if hasattr(self.engine.optimizer, "scale_if_loss"):
+            _watch(self.engine.optimizer, "scale_if_loss", note)
+        else:
+            _watch(self.engine, "backward", note)
 
     @contextmanager
     def lend(self, policy: Policy, state: SavedState) -> Iterator[None]:
@@ -121,7 +124,8 @@ class _ZeRO:
         optimizer.override_loss_scale(scale)
 
     def watch(self, note: Callable[[Tensor], None]) -> None:
-        _watch(self.engine.optimizer, note)
+        optimizer = self.engine.optimizer
+        _watch(optimizer, "scale_if_loss" if hasattr(optimizer, "scale_if_loss") else "backward", note)
 
     @contextmanager
     def lend(self, policy: Policy, state: SavedState) -> Iterator[None]:
@@ -222,15 +226,12 @@ def saved_by_deepspeed(found: Any, policy: DynamicScale, step: int) -> SavedStat
     return SavedState(float(found.cur_scale), run, tolerance, 0, step)
 
 
-def _watch(optimizer: Any, note: Callable[[Tensor], None]) -> None:
-    name = "scale_if_loss" if hasattr(optimizer, "scale_if_loss") else "backward"
-    original = getattr(optimizer, name, None)
-    if original is None:
-        return
+def _watch(where: Any, name: str, note: Callable[[Tensor], None]) -> None:
+    original = getattr(where, name)
 
     def watched(loss: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             note(loss.detach())
         return original(loss, *args, **kwargs)
 
-    setattr(optimizer, name, watched)
+    setattr(where, name, watched)

@@ -16,7 +16,16 @@ from typing import Any
 
 from distscale.arguments import make_policy
 from distscale.errors import ConfigError
-from distscale.policy import MAX_SCALE, MIN_SCALE, DynamicScale, NoScaling, Policy, StaticScale, is_number
+from distscale.policy import (
+    MAX_SCALE,
+    MIN_SCALE,
+    REFILL_FOR_ANY_CLEAN_STEP,
+    DynamicScale,
+    NoScaling,
+    Policy,
+    StaticScale,
+    is_number,
+)
 from distscale.record import StepReport
 from distscale.reducers import Reducer
 
@@ -26,8 +35,6 @@ _log = logging.getLogger("distscale")
 
 BLOCK = "distscale"
 """Name of our block in DeepSpeed's configuration."""
-_REFILL = 10
-"""Clean steps that stand for DeepSpeed's ``consecutive_hysteresis``, which asks for one."""
 _RULE = tuple(field.name for field in fields(DynamicScale))
 _FP16_DEFAULTS: dict[str, Any] = {
     "loss_scale": 0,
@@ -149,12 +156,12 @@ def _policy_of(fp16: Mapping[str, Any]) -> Policy:
         )
     refill = None
     if values["consecutive_hysteresis"] and values["hysteresis"] != 1:
-        refill = _REFILL
+        refill = REFILL_FOR_ANY_CLEAN_STEP
         _log.warning(
             "fp16.consecutive_hysteresis: the tolerance is refilled by %d clean steps in a row, where DeepSpeed asks "
             "for one: with one, a scale at which every other step overflows is never lowered. To choose another "
             "number, set hysteresis_refill",
-            _REFILL,
+            REFILL_FOR_ANY_CLEAN_STEP,
         )
     try:
         # DeepSpeed grows for the first time after window + 1 clean steps, and then after each window.
