@@ -8,13 +8,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["checkpoints_of", "damage", "load_checkpoint", "move_aside", "save_checkpoint"]
+__all__ = ["checkpoints_of", "damage", "move_aside", "save_checkpoint"]
 
 _NAME = re.compile(r"step_(\d+)")
 _MANIFEST = "manifest.json"
@@ -46,40 +43,41 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
-    """Writes ``state`` aside, names it once every rank has finished, and removes all but the newest ``keep``.
+def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], object]) -> None:
+    """Has a checkpoint written aside, names it once every rank has finished, and removes all but the newest.
 
     Collective: yes. All ranks must see the same file system.
+
+    Args:
+        folder: of the run.
+        step: of the checkpoint.
+        keep: how many checkpoints stay.
+        write: called on all ranks with the folder to write files to, without folders in it.
     """
     final = folder / "checkpoints" / f"step_{step}"
     aside = final.with_name(f"partial_{step}")
     _on_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True))
-    dcp.save(state, checkpoint_id=aside)
+    write(aside)
 
     def publish() -> None:
-        # Last, so that it stands for the other files, which torch has brought to the disk already.
-        sizes = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
+        files = sorted(aside.iterdir())
+        for file in files:
+            _sync(file)
+        # Last, so that it stands for the other files.
+        sizes = {file.name: file.stat().st_size for file in files}
         with (aside / _MANIFEST).open("w", encoding="utf-8") as manifest:
             json.dump(sizes, manifest, indent=2)
             manifest.flush()
             os.fsync(manifest.fileno())
-        _sync_folder(aside)
+        _sync(aside)
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
-        _sync_folder(final.parent)
+        _sync(final.parent)
         whole = [path for path in checkpoints_of(folder).values() if not damage(path)]
         for old in whole[:-keep]:
             shutil.rmtree(old)
 
     _on_rank_0(publish)
-
-
-def load_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Fills ``state``, whose tensors say what this rank holds, in place. Collective: yes. Raises: OSError."""
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except CheckpointException as error:
-        raise OSError(f"the checkpoint {path} cannot be read; remove it to resume from an older one: {error}") from None
 
 
 def move_aside(folder: Path) -> Path | None:
@@ -92,9 +90,9 @@ def move_aside(folder: Path) -> Path | None:
     return folder.rename(aside)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Brings the names in ``folder`` to the disk."""
-    number = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Brings a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from launcher import find_peers
+
 __all__ = ["Cluster", "StopRequest", "default_num_ranks", "leave_last_words"]
 
 STOP_FILE_VARIABLE = "DISTSCALE_STOP_FILE"
@@ -36,7 +38,7 @@ def leave_last_words(sentence: str) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of this process, from torchrun's environment; a process started without torchrun is alone."""
+    """The place of this process, from torchrun's variables; a process without them is alone."""
 
     rank: int
     local_rank: int
@@ -62,7 +64,11 @@ class Cluster:
 
         Args:
             timeout_s: after which a collective that lacks a rank fails.
+
+        Raises:
+            ConfigError: if mpirun has started the ranks, and they lack what they would find each other by.
         """
+        find_peers(self.device)
         if self.device.type == "cuda":
             # A resumed run must repeat the sums of the uninterrupted one bit by bit.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

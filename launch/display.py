@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from trainer import Trained
+from steps import Trained
 
 __all__ = ["Display", "power_of_two"]
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distscale.config import Config, TrainSection
 from gpt import GPT
 
-__all__ = ["DTYPES", "distribute", "gradient_sync", "new_optimizer"]
+__all__ = ["DTYPES", "adamw", "distribute", "gradient_sync", "new_optimizer"]
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DDP_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -46,15 +46,11 @@ def gradient_sync(replica: nn.Module, is_last: bool) -> AbstractContextManager[N
     return nullcontext()
 
 
-def new_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.AdamW:
-    """Returns AdamW with its state already there, as its first step would have made it.
-
-    Reading the state of an optimizer without any makes torch run a step on zero gradients, after which AdamW
-    believes itself one step older: a run stopped while still overflowing would not resume bitwise.
-    """
+def adamw(model: nn.Module, train: TrainSection) -> torch.optim.AdamW:
+    """Returns the optimizer of all runs, which decays matrices alone."""
     matrices = [param for param in model.parameters() if param.ndim > 1]
     vectors = [param for param in model.parameters() if param.ndim <= 1]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": train.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -63,7 +59,16 @@ def new_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.AdamW:
         betas=train.betas,
         fused=train.fused,
     )
-    for param in matrices + vectors:
+
+
+def new_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.AdamW:
+    """Returns AdamW with its state already there, as its first step would have made it.
+
+    Reading the state of an optimizer without any makes torch run a step on zero gradients, after which AdamW
+    believes itself one step older: a run stopped while still overflowing would not resume bitwise.
+    """
+    optimizer = adamw(model, train)
+    for param in model.parameters():
         optimizer.state[param] = {
             "step": torch.zeros((), device=param.device if train.fused else "cpu"),
             "exp_avg": torch.zeros_like(param),

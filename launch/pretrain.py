@@ -1,6 +1,8 @@
 """Pretrains a small GPT with one loss scale and one skip decision on all ranks.
 
     torchrun --standalone --nproc-per-node 2 launch/pretrain.py configs/fsdp2_fp16.toml [--resume] [--compare]
+    deepspeed --num_gpus 2 launch/pretrain.py configs/deepspeed.toml --deepspeed configs/deepspeed_zero2.json
+    mpirun -n 2 python launch/pretrain.py configs/deepspeed.toml --deepspeed configs/deepspeed_zero2.json
 
 Writes config.toml, steps.jsonl, checkpoints and summary.json to runs/<name>. SIGINT, SIGTERM, or a file at the
 path in DISTSCALE_STOP_FILE make it save and end. Exit code: 0 passed or stopped, 1 failed, 2 wrong call.
@@ -12,6 +14,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 USAGE_ERROR = 2
 
@@ -23,6 +26,8 @@ try:
     from data import Text, load_text
     from distscale import ConfigError, DistScaleError, ProtocolError
     from distscale.config import Config, load_config
+    from engine_config import engine_config
+    from launcher import adopt_place
     from lock import RunLock
     from resume import ResumePoint, resume_point
 except ModuleNotFoundError as missing:
@@ -51,27 +56,36 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, bit by bit")
     parser.add_argument("--compare", action="store_true", help="train in FP32 and in FP16 without a scale, too")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the config")
+    parser.add_argument("--deepspeed", metavar="JSON", help="train in a DeepSpeed engine with this config of its own")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher says it in this way
     parser.add_argument("--check", action="store_true", help="only check the call, and print how many ranks to start")
     return parser.parse_args(arguments)
 
 
-def check(options: argparse.Namespace) -> tuple[Config, Text, ResumePoint | None]:
+def check(options: argparse.Namespace) -> tuple[Config, dict[str, Any] | None, Text, ResumePoint | None]:
     """Finds every mistake that can be found without the other ranks.
 
     Raises:
         ConfigError: with a sentence for the user.
     """
     config = load_config(options.config, options.set)
+    engine = None
+    if options.deepspeed:
+        if options.compare:
+            raise ConfigError("--compare changes the precision, which with --deepspeed the JSON says; leave it out")
+        world_size = None if options.check else int(os.environ.get("WORLD_SIZE", "1"))
+        engine = engine_config(options.deepspeed, config, world_size)
     text = load_text(config)
-    return config, text, resume_point(config, text, options.compare) if options.resume else None
+    return config, engine, text, resume_point(config, text, options.compare, engine) if options.resume else None
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code if nothing was started; ends the process by itself otherwise."""
     options = parse(arguments)
+    adopt_place()
     is_speaker = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        config, text, resumed = check(options)
+        config, engine, text, resumed = check(options)
         # Tried before torchrun starts, so that the mistake is told once, and held by rank 0 to the end.
         lock = RunLock(config.folder) if options.check or os.environ.get("RANK", "0") == "0" else None
     except ConfigError as error:
@@ -88,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
     from session import Session
 
     cluster = Cluster.from_environment()
-    session = Session(options, config, text, resumed, cluster)
+    session = Session(options, config, engine, text, resumed, cluster)
     try:
         code = session.run()
         cluster.disconnect()

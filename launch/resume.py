@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpoints import checkpoints_of, damage
 from data import Text
 from distscale import ConfigError
 from distscale.config import Config, changed_keys, load_config
+from engine_config import changed_engine_keys
 
-__all__ = ["ResumePoint", "describe", "resume_point"]
+__all__ = ["ENGINE_FILE", "ResumePoint", "describe", "resume_point"]
+
+ENGINE_FILE = "deepspeed.json"
+"""Where a run with ``--deepspeed`` keeps that config."""
 
 # What says when to look and what to keep, and where; everything else would make another run of it.
 FREE_KEYS = frozenset(
@@ -49,13 +55,14 @@ def describe(text: Text) -> str:
     return json.dumps(identity | {"checksum": text.checksum}) + "\n"
 
 
-def resume_point(config: Config, text: Text, is_compared: bool) -> ResumePoint:
+def resume_point(config: Config, text: Text, is_compared: bool, engine: Mapping[str, Any] | None = None) -> ResumePoint:
     """Finds where to go on.
 
     Args:
         config: of this call.
         text: of this call.
         is_compared: whether there is something to do even if no step is left.
+        engine: the DeepSpeed config of this call, if any.
 
     Raises:
         ConfigError: if there is nothing to resume, or if the run would become another one.
@@ -74,6 +81,7 @@ def resume_point(config: Config, text: Text, is_compared: bool) -> ResumePoint:
         raise ConfigError(f"--resume: {'; '.join(notes)}, and no other is left; leave --resume out to start afresh")
     notes = [f"{note}; an older one is used" for note in notes]
     notes += _changes(_saved_config(folder), config)
+    _check_engine(folder / ENGINE_FILE, engine)
     _check_text(folder, text)
     if config.run.steps < step:
         raise ConfigError(f"--resume: run.steps = {config.run.steps}, but {step} steps are done; nothing left to train")
@@ -97,6 +105,25 @@ def _changes(saved: Config, config: Config) -> list[str]:
         note = f"note: {key} was {old} and is {new} from here on"
         notes.append(note + (", and the learning rate follows the new length" if key == "run.steps" else ""))
     return notes
+
+
+def _check_engine(kept: Path, engine: Mapping[str, Any] | None) -> None:
+    if engine is None:
+        if kept.exists():
+            raise ConfigError("--resume: the run was started with --deepspeed; give that again")
+        return
+    try:
+        saved = json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"--resume: there is no DeepSpeed config in {kept}, so the run was not one with --deepspeed; "
+            "leave --deepspeed out, or start a run of another run.name"
+        ) from None
+    for key, (old, new) in changed_engine_keys(saved, engine).items():
+        raise ConfigError(
+            f"--resume: {key} of the DeepSpeed config was {old} and is {new} now, which would make it another run; "
+            "set it back, or start a run of another run.name"
+        )
 
 
 def _saved_config(folder: Path) -> Config:

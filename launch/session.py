@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -18,7 +19,10 @@ from data import Text
 from display import Display
 from distscale import JsonlRecord, ScaleExhaustedError
 from distscale.config import Config, PrecisionSection, ScalerSection, dump_config
-from resume import ResumePoint, describe
+from engine_config import dump_settings
+from launcher import call_of_launcher
+from resume import ENGINE_FILE, ResumePoint, describe
+from steps import AnyTrainer
 from summary import mean_last_loss, missing_steps, read_record, show, summarize, to_json
 from trainer import Trainer
 
@@ -34,16 +38,24 @@ class Session:
     Args:
         options: of the command line: config, resume, compare, set.
         config: checked.
+        engine: the DeepSpeed config, checked, or None for the layouts of the TOML.
         text: equal on all ranks.
         resumed: where an earlier run goes on, or None for a new one.
         cluster: not yet connected.
     """
 
     def __init__(
-        self, options: argparse.Namespace, config: Config, text: Text, resumed: ResumePoint | None, cluster: Cluster
+        self,
+        options: argparse.Namespace,
+        config: Config,
+        engine: dict[str, Any] | None,
+        text: Text,
+        resumed: ResumePoint | None,
+        cluster: Cluster,
     ) -> None:
         self.options = options
         self.config = config
+        self.engine = engine
         self.text = text
         self.resumed = resumed
         self.cluster = cluster
@@ -59,7 +71,7 @@ class Session:
         self.cluster.connect(self.config.parallel.timeout_s)
         folder = self.config.folder
         self._prepare(folder)
-        trainer = Trainer(self.config, self.text, self.cluster)
+        trainer = self._new_trainer()
         if self.resumed:
             trainer.load(self.resumed.path)
             self._say(f"resumed {folder} at step {trainer.step}")
@@ -70,8 +82,9 @@ class Session:
             return 0
         validation_loss = trainer.evaluate()
         ranks_agree = len({repr(state) for state in self.cluster.gather(trainer.fingerprint())}) == 1
-        comparison = self._compare() if self.options.compare else None
-        if self.options.compare and comparison is None:
+        # Nothing is compared with a DeepSpeed engine.
+        comparison: dict[str, Any] | None = None if self.engine is None else {}
+        if self.options.compare and (comparison := self._compare()) is None:
             self._say(f"the comparison was cut short; {self.config.run.name} itself is complete")
             self._say(f"to compare: {self._resume_command()}")
         passed = [True]
@@ -87,7 +100,15 @@ class Session:
         dist.broadcast_object_list(passed)
         return 0 if passed[0] else 1
 
-    def _train(self, trainer: Trainer, folder: Path, title: str, saves: bool = True) -> bool:
+    def _new_trainer(self) -> AnyTrainer:
+        if self.engine is None:
+            return Trainer(self.config, self.text, self.cluster)
+        # DeepSpeed takes seconds to import, and may not be installed.
+        from deepspeed_trainer import DeepSpeedTrainer
+
+        return DeepSpeedTrainer(self.config, self.engine, self.text, self.cluster)
+
+    def _train(self, trainer: AnyTrainer, folder: Path, title: str, saves: bool = True) -> bool:
         """Trains to the end. Returns False if a stop came first; the checkpoint is then written."""
         config, train = self.config, self.config.train
         tokens = self.cluster.world_size * train.batch * train.accumulation * config.model.sequence
@@ -99,10 +120,10 @@ class Session:
             while trainer.step < config.run.steps:
                 self.step = trainer.step
                 if self.stop.is_made():
-                    trainer.scaler.request_stop()
+                    trainer.request_stop()
                 trained = trainer.train_step()
                 stops = trained.report.stop_requested
-                if not trainer.scaler.is_enabled():
+                if not trainer.agrees_on_stops:
                     stops = self.cluster.any(self.stop.is_made())
                 if record:
                     record(trained.report, **trained.extra)
@@ -166,7 +187,10 @@ class Session:
             # The verdict on fewer steps would outlive them.
             (folder / "summary.json").unlink(missing_ok=True)
             (folder / "text.json").write_text(describe(self.text), encoding="utf-8")
-            (folder / "config.toml").write_text(dump_config(self.config), encoding="utf-8")
+            settings = dump_config(self.config) if self.engine is None else dump_settings(self.config)
+            (folder / "config.toml").write_text(settings, encoding="utf-8")
+            if self.engine is not None:
+                (folder / ENGINE_FILE).write_text(json.dumps(self.engine, indent=2) + "\n", encoding="utf-8")
             if self.cluster.device.type == "cpu":
                 self._say(f"{self.cluster.world_size} ranks on the CPU, gloo")
             else:
@@ -182,7 +206,6 @@ class Session:
         settings = "".join(f" --set {shlex.quote(setting)}" for setting in self.options.set)
         compare = " --compare" if self.options.compare else ""
         # The wrapper says how it was called, since torchrun may not be on the user's path.
-        start = os.environ.get(LAUNCHER_VARIABLE) or (
-            f"torchrun --standalone --nproc-per-node {self.cluster.world_size} {sys.argv[0]}"
-        )
-        return f"{start} {self.options.config} --resume{compare}{settings}"
+        start = os.environ.get(LAUNCHER_VARIABLE) or call_of_launcher(sys.argv[0], self.cluster.world_size)
+        engine = f" --deepspeed {shlex.quote(self.options.deepspeed)}" if self.engine is not None else ""
+        return f"{start} {self.options.config}{engine} --resume{compare}{settings}"

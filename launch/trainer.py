@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from checkpoints import load_checkpoint, save_checkpoint
+from checkpoints import save_checkpoint
 from cluster import Cluster
-from data import Text, training_batch, validation_batch
-from distscale import DistributedGradScaler, ProcessGroupReducer, StepReport
-from distscale.config import Config, TrainSection
+from data import Text
+from distscale import DistributedGradScaler, ProcessGroupReducer
+from distscale.config import Config
 from distscale.profile import FORMATS, LossCounts, count_losses
 from gpt import GPT
 from layout import DTYPES, distribute, gradient_sync, new_optimizer
+from steps import Trained, evaluate, learning_rate, micro_batches
 from stopwatch import Stopwatch, TimedReducer, time_optimizer
 
-__all__ = ["Trained", "Trainer", "learning_rate"]
-
-FINAL_LR_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What one step did. The report is equal on all ranks, the rest is this rank's own."""
-
-    report: StepReport
-    extra: dict[str, Any] = field(default_factory=dict)
-    """For the record: loss, lr, applied, time_s, scaler_s, exchange_s, and at times a gradient profile."""
-
-
-def learning_rate(applied: int, train: TrainSection, steps: int) -> float:
-    """Linear warm-up, then a cosine to a tenth of the peak.
-
-    Args:
-        applied: optimizer steps before this one; a skipped step does not count.
-        train: the settings.
-        steps: of the whole run.
-    """
-    if applied < train.warmup:
-        return train.lr * (applied + 1) / train.warmup
-    progress = (applied - train.warmup) / max(1, steps - train.warmup)
-    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
-    return train.lr * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -88,6 +64,13 @@ class Trainer:
             **rule,
         )
 
+    @property
+    def agrees_on_stops(self) -> bool:
+        return self.scaler.is_enabled()
+
+    def request_stop(self) -> None:
+        self.scaler.request_stop()
+
     def train_step(self) -> Trained:
         """Attempts one optimizer step. Collective: yes. Syncs host: yes, for the loss and the report."""
         config, watch = self.config, self._stopwatch
@@ -99,18 +82,10 @@ class Trainer:
         watch.restart()
         watch.mark("step begins")
         total = torch.zeros((), device=self._cluster.device)
-        for micro_batch in range(num_micro):
-            inputs, targets = training_batch(
-                self._text,
-                config.run.seed,
-                self.step,
-                micro_batch,
-                self._cluster.rank,
-                config.train.batch,
-                config.model.sequence,
-            )
+        batches = micro_batches(config, self._text, self._cluster, self.step)
+        for micro_batch, (inputs, targets) in enumerate(batches):
             with gradient_sync(self._replica, micro_batch == num_micro - 1):
-                loss = self._replica(inputs.to(self._cluster.device), targets.to(self._cluster.device)) / num_micro
+                loss = self._replica(inputs, targets) / num_micro
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         watch.mark("profile begins")
@@ -141,26 +116,22 @@ class Trainer:
         return Trained(report, extra)
 
     def evaluate(self) -> float:
-        """Returns the loss on the validation text in nats a token, the same on all ranks. Collective: yes."""
-        config, cluster = self.config, self._cluster
-        num_batches = config.train.eval_batches * cluster.world_size
-        total = torch.zeros((), dtype=torch.float64, device=cluster.device)
-        with torch.no_grad():
-            for index in range(cluster.rank, num_batches, cluster.world_size):
-                inputs, targets = validation_batch(
-                    self._text, index, num_batches, config.train.batch, config.model.sequence
-                )
-                total += self.model(inputs.to(cluster.device), targets.to(cluster.device)).double()
-        return cluster.mean(float(total) / config.train.eval_batches)
+        return evaluate(self.model, self.config, self._text, self._cluster)
 
     def save(self) -> None:
         """Writes a checkpoint of the present step. Collective: yes."""
-        save_checkpoint(self.config.folder, self.step, self._state(), self.config.train.keep)
+        state, keep = self._state(), self.config.train.keep
+        save_checkpoint(self.config.folder, self.step, keep, lambda aside: dcp.save(state, checkpoint_id=aside))
 
-    def load(self, path: Any) -> None:
-        """Restores a checkpoint, also of another number of ranks. Collective: yes."""
+    def load(self, path: Path) -> None:
+        """Restores a checkpoint, also of another number of ranks. Collective: yes. Raises: OSError."""
         state = self._state()
-        load_checkpoint(path, state)
+        try:
+            dcp.load(state, checkpoint_id=path)
+        except CheckpointException as error:
+            raise OSError(
+                f"the checkpoint {path} cannot be read; remove it to resume from an older one: {error}"
+            ) from None
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
