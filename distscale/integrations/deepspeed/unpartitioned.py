@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
@@ -63,8 +64,8 @@ class BF16(Surface):
 class FP16(Surface):
     """Stage 0: DeepSpeed's ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``, whose gradients are on every rank.
 
-    They form the norm for clipping inside ``step``, from gradients that are the same on all data-parallel ranks; it
-    stays theirs.
+    They form a norm inside ``step``, of gradients that are the same on all data-parallel ranks, and leave out those of
+    experts; they clip by ours.
     """
 
     needs = MappingProxyType(
@@ -83,6 +84,14 @@ class FP16(Surface):
         checker.has_overflow = lambda params=None, has_moe_params=None: answer().skip
         checker.check = lambda param_groups=None: answer().skip
         checker.check_using_norm = lambda norm_group, reduce_overflow=True: answer().skip
+        unscale_and_clip = self.optimizer.unscale_and_clip_grads
+        takes = inspect.signature(unscale_and_clip)
+
+        def clip_by_ours(*args: Any, **kwargs: Any) -> Any:
+            given = takes.bind(*args, **kwargs).arguments
+            return unscale_and_clip(**given | {"total_norm": answer().scaled_norm})
+
+        self.optimizer.unscale_and_clip_grads = clip_by_ours
 
 
 def _num_replicas(param: Any) -> int:
