@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -16,7 +17,7 @@ from distscale.checksum import digest
 from distscale.decision import Decision
 from distscale.exchange import agreed_loss_scale, judge, mark_rank, pack
 from distscale.policy import NoScaling, Outcome, Policy, ScaleState
-from distscale.reducers import Reducer, default_reducer
+from distscale.reducers import Reducer, default_group, default_reducer, picklable
 from distscale.replicas import Look
 from distscale.roster import NameSource, Roster
 from distscale.sweep import Request, sweep
@@ -103,12 +104,19 @@ class Coordinator:
         self.max_norm = max_norm
         self.early_sweeps = EarlySweeps(max_norm is not None)
         self._process_group = process_group
+        self._given_reducer = reducer
         self._reducer = reducer
+        self._world: Callable[[], object] | None = None  # that the default reducer was made in; None: alone
         self._table: SlotTable | None = None
 
+    # A copy meets its optimizers and agrees on a table anew, in the job that it is in.
+
     def __reduce__(self) -> tuple[object, ...]:
-        # A copy meets its optimizers and agrees on a table anew.
-        return Coordinator, (self._process_group, self._reducer, None, self.max_norm)
+        group = picklable(self._process_group)
+        return Coordinator, (group, self._given_reducer, None, self.max_norm)  # names are of tensors of this process
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Coordinator:
+        return Coordinator(self._process_group, self._given_reducer, self.roster.source, self.max_norm)
 
     def decide(self, optimizers: Sequence[Optimizer], now: Situation) -> Decision:
         """Finds out whether all ranks may step ``optimizers``.
@@ -122,8 +130,8 @@ class Coordinator:
             DesyncError, ProtocolError: if the set-up fails.
             Exception: whatever kept this rank from sweeping its gradients.
         """
-        if self._reducer is None:
-            self._reducer = default_reducer(self._process_group)
+        self._meet_world()
+        assert self._reducer is not None
         failure: Exception | None = None
         are_listed = True
         looks: dict[str, Look] = {}
@@ -144,6 +152,19 @@ class Coordinator:
             self._table = agree(self._reducer, looks, settings, repr(failure) if failure else None)
             self.roster.mark_listed()
         return self._exchange(optimizers, now, self._table, self._digest(now), failure)
+
+    def _meet_world(self) -> None:
+        """Makes the default reducer, and makes it again if the job has another default process group now.
+
+        That can come into being after a first step alone, and be taken down and made again with fewer ranks.
+        """
+        world = default_group()
+        is_known = self._world is None if world is None else self._world is not None and self._world() is world
+        if self._given_reducer is None and (self._reducer is None or not is_known):
+            self._reducer = default_reducer(self._process_group)
+            self._world = None if world is None else weakref.ref(world)  # which must not keep the group alive
+            self._table = None
+            self.roster.forget_looks()
 
     def raise_if_broken(self, decision: Decision, now: Situation, digest: int | None = None) -> None:
         """Waits for a decision on the host, and raises if the ranks could not decide.

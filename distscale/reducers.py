@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distscale.errors import ConfigError, ProtocolError
 
-__all__ = ["LocalReducer", "ProcessGroupReducer", "Reducer", "default_reducer"]
+__all__ = ["LocalReducer", "ProcessGroupReducer", "Reducer", "default_group", "default_reducer", "picklable"]
 
 
 class Reducer(Protocol):
@@ -86,6 +86,7 @@ class ProcessGroupReducer:
             and given is not dist.GroupMember.NON_GROUP_MEMBER
         ):
             raise ConfigError(f"process_group={given!r} is neither a process group nor a device mesh")
+        self._given = group
         self.group = _group_of_mesh(group) if isinstance(group, DeviceMesh) else group
         self.rank = dist.get_rank(self.group)
         if self.rank < 0:
@@ -97,6 +98,13 @@ class ProcessGroupReducer:
         # "cpu:gloo,cuda:nccl" -> {"cpu", "cuda"}
         backends = dist.get_backend_config(self.group).split(",")
         self._device_types = {entry.split(":")[0] for entry in backends}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Unpickled it is that of the job and the rank that it is then in.
+        return ProcessGroupReducer, (picklable(self._given),)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupReducer:
+        return ProcessGroupReducer(self._given)
 
     def device(self, preferred: torch.device) -> torch.device:
         if preferred.type in self._device_types:
@@ -121,6 +129,25 @@ class ProcessGroupReducer:
         return items
 
 
+def default_group() -> dist.ProcessGroup | None:
+    """The group of all ranks of the job, if there is one now."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def picklable(group: dist.ProcessGroup | DeviceMesh | None) -> DeviceMesh | None:
+    """``group``, if it can be pickled.
+
+    Raises:
+        ConfigError: for a process group, which means nothing in another process.
+    """
+    if isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            "a scaler or reducer with a process group cannot be pickled, since the group is of this process alone; "
+            "give a DeviceMesh instead, or save state_dict() and load it into a scaler with the group of that job"
+        )
+    return group
+
+
 def default_reducer(group: dist.ProcessGroup | DeviceMesh | None) -> Reducer:
     """The reducer for ``process_group=group``: all ranks by default, this process alone if there are no others.
 
@@ -128,7 +155,7 @@ def default_reducer(group: dist.ProcessGroup | DeviceMesh | None) -> Reducer:
         ConfigError: if the launcher started several ranks and ``torch.distributed`` is not initialized, since each
             rank would then decide for itself.
     """
-    if group is not None or (dist.is_available() and dist.is_initialized()):
+    if group is not None or default_group() is not None:
         return ProcessGroupReducer(group)
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size != "1":

@@ -57,6 +57,11 @@ class Roster:
         self._owner_of_name: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
 
     @property
+    def source(self) -> NameSource | None:
+        """Where names come from."""
+        return self._source
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """All that are still alive, in the order in which they were first met."""
         return list(self._entries)
@@ -66,6 +71,10 @@ class Roster:
         named = {name: param for entry in self._entries.values() for name, param in entry.named}
         # Later on, replicas whose gradients are computed apart may differ in the last bit.
         return {name: self._looks.setdefault(named[name], seen) for name, seen in look(named, world_size).items()}
+
+    def forget_looks(self) -> None:
+        """There may be other ranks now."""
+        self._looks.clear()
 
     def meet(self, optimizers: Iterable[Optimizer]) -> bool:
         """Lists the parameters of new or changed optimizers. Returns whether all are in the agreed table."""
