@@ -201,6 +201,8 @@ class Player:
             if fault.kind in ("idle", "missing") and fault.rank == self.rank:
                 for param in self.layout.idle if fault.kind == "idle" else self.layout.missing:
                     param.grad = None
+        if self.layout.idle and not self._pieces():
+            has_put = False  # what this rank's loss has spread is gone, and was on no other
         for fault in faults:
             vetoes |= fault.kind == "veto" and fault.rank == self.rank
             if fault.kind in ("gradient", "replica", "huge"):
