@@ -63,6 +63,8 @@ class ReportQueue:
             self._blocked_since = report.step - blocked_steps + 1
         if self._max_consecutive_skips is None or blocked_steps < self._max_consecutive_skips:
             return
+        if report.culprit is None and (not report.skipped or report.vetoed_by is not None):
+            return  # another step of the same update was blocked, and has said so
         since = f"{blocked_steps} steps were skipped in a row, since step {self._blocked_since}"
         if report.culprit is None:
             raise ScaleExhaustedError(
