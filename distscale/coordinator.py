@@ -27,6 +27,9 @@ from distscale.unscaling import Found
 
 __all__ = ["Coordinator", "Situation"]
 
+# Steps at whose gradients the ranks look to tell replicas apart, while some gradients are not there or not finite.
+_MAX_LOOKS = 32
+
 # Sent in place of the table's digest by a rank that needs a new table; no digest is negative.
 _TABLE_CHANGES = -1
 
@@ -108,6 +111,8 @@ class Coordinator:
         self._reducer = reducer
         self._world: Callable[[], object] | None = None  # that the default reducer was made in; None: alone
         self._table: SlotTable | None = None
+        self._looks_again = False  # agreed, as the table is
+        self._num_looks = 0
 
     # A copy meets its optimizers and agrees on a table anew, in the job that it is in.
 
@@ -123,8 +128,9 @@ class Coordinator:
 
         A rank on which this fails takes part in the exchange all the same, so that its peers do not wait for it.
 
-        Collective: yes, one exchange. At the first step a gather comes before it; at a later step with an optimizer
-        that is new or has other parameters, an exchange and a gather. Syncs host: no, but in those two cases.
+        Collective: yes, one exchange. At the first step a gather comes before it, and at each of the first 32 whose
+        gradients are wanted to tell replicas apart; at a later step with an optimizer that is new or has other
+        parameters, an exchange and a gather. Syncs host: no, but in those cases.
 
         Raises:
             DesyncError, ProtocolError: if the set-up fails.
@@ -137,20 +143,25 @@ class Coordinator:
         looks: dict[str, Look] = {}
         try:
             are_listed = self.roster.meet(optimizers)
-            if self._table is None or not are_listed:
+            if self._table is None or not are_listed or self._looks_again:
                 # Ranks may have met the others at different times, so all list them as they are now.
                 self.roster.meet(self.roster.optimizers)
-                looks = self.roster.look(self._reducer.world_size)
+                looks = self._look(now)
         except Exception as error:
             failure = error
         failure = failure or now.failure
-        if self._table is not None and not are_listed:
+        if self._table is not None and not are_listed and not self._looks_again:
             # Ranks that have nothing new are in their normal exchange: find that out there, not in a hang.
             self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now, _TABLE_CHANGES)
-        if self._table is None or not are_listed:
+        if self._table is None or not are_listed or self._looks_again:
             settings = settings_of(now.policy, self.max_norm)
             self._table = agree(self._reducer, looks, settings, repr(failure) if failure else None)
             self.roster.mark_listed()
+            self._num_looks += 1
+            self._looks_again = not self._table.is_final and self._num_looks < _MAX_LOOKS
+            if not self._looks_again:
+                self.roster.keep_looks(looks)
+                self._num_looks = 0
         return self._exchange(optimizers, now, self._table, self._digest(now), failure)
 
     def _meet_world(self) -> None:
@@ -163,8 +174,14 @@ class Coordinator:
         if self._given_reducer is None and (self._reducer is None or not is_known):
             self._reducer = default_reducer(self._process_group)
             self._world = None if world is None else weakref.ref(world)  # which must not keep the group alive
-            self._table = None
+            self._table, self._looks_again, self._num_looks = None, False, 0
             self.roster.forget_looks()
+
+    def _look(self, now: Situation) -> dict[str, Look]:
+        if self.max_norm is None:
+            return dict.fromkeys(self.roster.all_names, Look(None, 0))  # which are replicas matters to the norm alone
+        assert self._reducer is not None
+        return self.roster.look(self._reducer.world_size, now.unscaled(), float(now.loss_scale))
 
     def raise_if_broken(self, decision: Decision, now: Situation, digest: int | None = None) -> None:
         """Waits for a decision on the host, and raises if the ranks could not decide.

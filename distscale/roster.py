@@ -66,11 +66,28 @@ class Roster:
         """All that are still alive, in the order in which they were first met."""
         return list(self._entries)
 
-    def look(self, world_size: int) -> dict[str, Look]:
-        """Looks at all parameters of this rank; what was seen of one at first is kept. Syncs host: yes."""
-        named = {name: param for entry in self._entries.values() for name, param in entry.named}
-        # Later on, replicas whose gradients are computed apart may differ in the last bit.
-        return {name: self._looks.setdefault(named[name], seen) for name, seen in look(named, world_size).items()}
+    @property
+    def all_names(self) -> list[str]:
+        """Of the parameters of all optimizers."""
+        return list(self._named())
+
+    def look(self, world_size: int, unscaled: Collection[int], scale: float) -> dict[str, Look]:
+        """Looks at all parameters of this rank, but for those of which a look was kept. Syncs host: yes.
+
+        Args:
+            world_size: number of ranks that share the decision.
+            unscaled: parameters, by id, whose gradients do not carry the scale any more.
+            scale: that the others carry.
+        """
+        named = self._named()
+        new = {name: param for name, param in named.items() if param not in self._looks}
+        fresh = look(new, world_size, frozenset(unscaled), scale)
+        return {name: fresh[name] if name in fresh else self._looks[param] for name, param in named.items()}
+
+    def keep_looks(self, looks: Mapping[str, Look]) -> None:
+        """Takes what was seen for good: other steps have other gradients, which say nothing beside these."""
+        for name, param in self._named().items():
+            self._looks[param] = looks[name]
 
     def forget_looks(self) -> None:
         """There may be other ranks now."""
@@ -139,6 +156,9 @@ class Roster:
         self.meet(self.optimizers)
         theirs = self.ids(optimizers)
         return [held.shard.values for key, held in self.held(self.optimizers).items() if key not in theirs]
+
+    def _named(self) -> dict[str, Tensor]:
+        return {name: param for entry in self._entries.values() for name, param in entry.named}
 
     def _name(self, optimizer: Optimizer, prefix: str) -> list[tuple[str, Tensor]]:
         given = {id(tensor): name for name, tensor in self._named_tensors()}

@@ -60,8 +60,8 @@ class DistributedGradScaler(LocalScaler):
         reducer: talks to the other ranks in another way than ``torch.distributed``; excludes ``process_group``.
         names: names the tensors in reports: the model, or its ``named_parameters()``. Without it, reports give the
             optimizer, group and position. In the norm, plain tensors of one name are replicas of one gradient if their
-            values are equal when they are first stepped, else tensors of their own, as in the stages of a pipeline;
-            see :mod:`distscale.replicas`.
+            values and first gradients are equal but for rounding, else tensors of their own, as in the stages of a
+            pipeline; see :mod:`distscale.replicas`.
         on_step: called with the :class:`StepReport` of every step, once it has arrived on the host.
         min_scale: floor of dynamic scaling.
         max_scale: cap of dynamic scaling.

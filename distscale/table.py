@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from distscale.checksum import digest
 from distscale.errors import DesyncError, ProtocolError
 from distscale.reducers import Reducer
-from distscale.replicas import Look, count_holders
+from distscale.replicas import Holders, Look, count_holders
 
 __all__ = ["UNKNOWN", "SlotTable", "agree", "check_equal"]
 
@@ -27,6 +27,8 @@ class SlotTable:
     """31 bits of a checksum, equal on all ranks."""
     holders: Mapping[str, int] = field(default_factory=dict)
     """How many ranks hold each of this rank's gradients or a piece of it; replicas are weighted by it in the norm."""
+    is_final: bool = True
+    """False if a later look at the gradients may tell more about ``holders``. Equal on all ranks."""
 
 
 def agree(
@@ -56,12 +58,15 @@ def agree(
             raise ProtocolError(f"rank {rank} failed before the exchange: {problem}")
     check_equal([entry for _, entry, _ in reports], "at the first step")
     if len({checksum for checksum, _, _ in reports}) == 1:
-        holders = [dict.fromkeys(looks, reducer.world_size)] * reducer.world_size
+        are_final = reducer.world_size == 1 or all(seen.is_whole for seen in looks.values())
+        holders = Holders([dict.fromkeys(looks, reducer.world_size)] * reducer.world_size, are_final)
     else:
         holders = count_holders(reducer.gather(dict(looks)))
-    names = tuple(dict.fromkeys(name for held in holders for name in held))
+    names = tuple(dict.fromkeys(name for held in holders.by_rank for name in held))
     slots = {name: slot for slot, name in enumerate(names)}
-    return SlotTable(names, slots, digest((names, holders)), holders[reducer.rank])
+    return SlotTable(
+        names, slots, digest((names, holders.by_rank)), holders.by_rank[reducer.rank], is_final=holders.are_final
+    )
 
 
 def check_equal(values_by_rank: Sequence[Mapping[str, object]], when: str) -> None:

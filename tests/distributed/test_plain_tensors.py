@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cases import counted, results_by_case, run_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -123,6 +125,118 @@ def experts_on_submeshes(rank: int) -> tuple[Any, Any]:
     return measured([expert]), (over_ranks(square([expert])) / 2) ** 0.5
 
 
+# ---------------------------------------------------------------- equal at the start, and other gradients
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(self.norm(x))
+        return y
+
+
+def fsdp1_of_norms(rank: int, use_orig_params: bool) -> tuple[Any, Any]:
+    """The root has the norms alone: each rank's piece of it is ones, or zeros."""
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(
+        nn.Sequential(Normed(), Normed(), Normed(), Normed()),
+        auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=2000),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(rank))
+    (model(x).square().mean() * SCALE).backward()
+    return measured(model.parameters(), model), over_ranks(square(model.parameters())) ** 0.5
+
+
+def fsdp1_of_norms_flat(rank: int) -> tuple[Any, Any]:
+    return fsdp1_of_norms(rank, False)
+
+
+def fsdp1_of_norms_viewed(rank: int) -> tuple[Any, Any]:
+    return fsdp1_of_norms(rank, True)
+
+
+def zero_adapters(rank: int) -> tuple[Any, Any]:
+    """LoRA's second matrix, sharded."""
+    adapter = nn.Linear(8, 8)
+    nn.init.zeros_(adapter.weight)
+    nn.init.zeros_(adapter.bias)
+    model = FullyShardedDataParallel(adapter, device_id=torch.device("cpu"))
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
+    ((model(x) - x).square().mean() * SCALE).backward()
+    return measured(model.parameters(), model), over_ranks(square(model.parameters())) ** 0.5
+
+
+def stages_of_one_seed(rank: int) -> tuple[Any, Any]:
+    model = block(0)
+    run_backward(model, rank)
+    return measured(model.parameters(), model), over_ranks(square(model.parameters())) ** 0.5
+
+
+def upcycled_experts(rank: int) -> tuple[Any, Any]:
+    """Two sets of experts that begin as copies of one layer, each sharded over two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    experts = block(0)
+    fully_shard(experts, mesh=mesh["edp"])
+    run_backward(experts, rank)
+    return measured(experts.parameters(), experts), over_ranks(square(experts.parameters())) ** 0.5
+
+
+def norms_stepped_first(rank: int) -> tuple[Any, Any]:
+    """Pipeline stages, with an optimizer for norms and biases, which are all ones or zeros."""
+    model = block(rank)
+    run_backward(model, rank)
+    params = [param for param in model.parameters() if param.ndim == 1]
+    return measured(params, model), over_ranks(square(params)) ** 0.5
+
+
+def replicas_apart_in_the_last_bits(rank: int) -> tuple[Any, Any]:
+    """As the replicas of a checkpoint can be, and gradients that are computed apart."""
+    model = block(0)
+    run_backward(model, 0)
+    for param in model.parameters():
+        param.data *= 1 + rank * 2**-22
+        param.grad *= 1 + rank * 2**-22
+    return measured(model.parameters(), model), (over_ranks(square(model.parameters())) / WORLD_SIZE) ** 0.5
+
+
+def looked_at_again(rank: int) -> dict[str, Any]:
+    """Norms of stages whose first gradients overflow, do not come, or are zeros: later ones tell them apart."""
+    seen: dict[str, Any] = {}
+    for kind in ("inf", "nan", "none", "zero"):
+        param = nn.Parameter(torch.ones(4))
+        scaler, reducer = counted(init_scale=SCALE, max_norm=float("inf"), names={"norm": param})
+        optimizer = AdamW([param], lr=0.0, weight_decay=0.0)
+        norms, gathers = [], []
+        for step in range(5):
+            grad = torch.arange(1.0, 5.0).roll(rank) * (step + 1) * scaler.get_scale()
+            if step < 2:
+                bad = {"inf": float("inf"), "nan": float("nan"), "zero": 0.0}
+                grad = torch.full((4,), bad[kind]) if kind in bad else None
+            if step == 4:
+                grad = torch.ones(4) * scaler.get_scale()  # equal ones at last change nothing
+            param.grad = grad
+            norms.append(run_step(scaler, optimizer).grad_norm)
+            gathers.append(reducer.num_gathers)
+        seen[kind] = norms[2:], len(set(gathers[2:]))
+    return seen
+
+
+def never_told(rank: int) -> int:
+    """A gradient that never comes: how often ranks look for it."""
+    params = {"used": nn.Parameter(torch.ones(4)), "unused": nn.Parameter(torch.ones(4))}
+    scaler, reducer = counted(init_scale=SCALE, max_norm=float("inf"), names=params)
+    optimizer = AdamW(params.values(), lr=0.0, weight_decay=0.0)
+    params["used"].grad = torch.ones(4)
+    for _ in range(40):
+        run_step(scaler, optimizer)
+    return reducer.num_gathers
+
+
 def fsdp1(rank: int) -> dict[str, tuple[Any, Any]]:
     """Flat parameters, and their views; sharded over all, replicated over pairs of two, or not sharded."""
     seen = {}
@@ -153,12 +267,19 @@ CASES: list[Callable[[int], Any]] = [
     replicas,
     local_experts,
     experts_on_submeshes,
+    fsdp1_of_norms_flat,
+    fsdp1_of_norms_viewed,
+    zero_adapters,
+    stages_of_one_seed,
+    upcycled_experts,
+    norms_stepped_first,
+    replicas_apart_in_the_last_bits,
 ]
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Any]]:
-    return results_by_case([*CASES, fsdp1], WORLD_SIZE)
+    return results_by_case([*CASES, fsdp1, looked_at_again, never_told], WORLD_SIZE)
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
@@ -171,3 +292,15 @@ def test_norm_under_fsdp1(results: dict[str, list[Any]]) -> None:
     for seen in results["fsdp1"]:
         norms = {key: norm for key, (norm, _) in seen.items()}
         assert norms == pytest.approx({key: wanted for key, (_, wanted) in seen.items()}, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["inf", "nan", "none", "zero"])
+def test_the_first_gradients_that_are_there_tell(results: dict[str, list[Any]], kind: str) -> None:
+    square = 1 + 4 + 9 + 16
+    for norms, num_gathers in (seen[kind] for seen in results["looked_at_again"]):
+        assert norms == pytest.approx([(WORLD_SIZE * square * 9) ** 0.5, (WORLD_SIZE * square * 16) ** 0.5, 4.0])
+        assert num_gathers == 1
+
+
+def test_ranks_do_not_look_for_ever(results: dict[str, list[Any]]) -> None:
+    assert results["never_told"] == [32] * WORLD_SIZE

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from calls import (
@@ -27,6 +28,31 @@ from calls import (
 )
 from expectations import Decided, Expected, Refused, Report, Stage, Trackers, next_trackers
 from holdings import NUMPY_DTYPES, Holdings, Place, look
+
+
+class Seen(NamedTuple):
+    """Of a tensor on one rank, when replicas are told from others."""
+
+    values: np.ndarray
+    grad: np.ndarray | None
+    """Unscaled; None if it is not there, zero, or not finite."""
+
+    @property
+    def lacks_gradient(self) -> bool:
+        return self.grad is None and self.values.size > 0
+
+    def distances(self, other: Seen) -> list[float]:
+        """Of values and, if known, gradients, relative to the larger norm; infinite for another size."""
+        if len(self.values) != len(other.values):
+            return [math.inf]
+        pairs = [(self.values, other.values)]
+        if self.grad is not None and other.grad is not None:
+            pairs.append((self.grad, other.grad))
+        norms = [max(float(np.linalg.norm(one)), float(np.linalg.norm(two))) for one, two in pairs]
+        return [float(np.linalg.norm(one - two)) / (norm or 1.0) for (one, two), norm in zip(pairs, norms, strict=True)]
+
+    def is_like(self, other: Seen) -> bool:
+        return max(self.distances(other)) < 0.05
 
 
 class Oracle(Holdings):
@@ -54,7 +80,8 @@ class Oracle(Holdings):
         self.stop = False
         self._carried: list[float | None] = [None] * NUM_RANKS
         self._table: list[str] | None = None
-        self._contents: dict[Place, object] = {}
+        self._kept: dict[Place, Seen] = {}
+        self._looks_again, self._num_looks = False, 0
         self._holders: dict[Place, int] = {}
         self._listed: dict[int, list[str]] = {}
         self._waiting: deque[Decided] = deque()
@@ -279,8 +306,20 @@ class Oracle(Holdings):
 
         A silent rank does not, if an update came after the others' last loss. A third of a square is not exact.
         """
-        is_exact = self.world.max_norm is None or 3 not in self._count_holders(self._look(optimizers)).values()
-        return is_exact and len(self._scales(optimizers)) < 2
+        if len(self._scales(optimizers)) > 1:
+            return False
+        if self.world.max_norm is None:
+            return True
+        seen = self._look(optimizers)
+        # The scaler compares sketches, which need not tell a small distance from none.
+        is_clear = not any(
+            0.01 < distance < 0.3
+            for (_, name), one in seen.items()
+            for (_, other_name), other in seen.items()
+            if name == other_name
+            for distance in one.distances(other)
+        )
+        return is_clear and 3 not in self._count_holders(seen)[0].values()
 
     def _scales(self, optimizers: Sequence[int]) -> set[float]:
         holders = {rank for rank, name in self.grads if self._has_gradient(rank, name, optimizers)}
@@ -296,44 +335,50 @@ class Oracle(Holdings):
         """Extends the table of tensors, if an optimizer is new or has new parameters."""
         self._meet(optimizers)
         names = {index: [spec.name for spec in self.tensors if spec.optimizer == index] for index in self.met}
-        if self._table is not None:
+        if self._table is not None and not self._looks_again:
             if is_refused or all(self._listed.get(index) == names[index] for index in optimizers):
                 return
             self._num_exchanges += 1  # tells the ranks for which nothing is new, if there are such
-        self._contents = self._look(optimizers)
+        seen = self._look(optimizers)
         self._listed = names
         self._table = list(dict.fromkeys(name for rank in range(NUM_RANKS) for name in self._held(rank, self.met)))
-        self._holders = self._count_holders(self._contents)
+        self._holders, are_final = self._count_holders(seen)
+        self._num_looks += 1
+        self._looks_again = self.world.max_norm is not None and not are_final and self._num_looks < 32
+        if not self._looks_again:
+            self._kept, self._num_looks = seen, 0
 
     def _held(self, rank: int, optimizers: Sequence[int]) -> list[str]:
         """Names of what the rank holds, in the order in which the optimizers were met."""
         specs = [spec for index in optimizers for spec in self.tensors if spec.optimizer == index]
         return [spec.name for spec in specs if (rank, spec.name) in self.params]
 
-    def _look(self, optimizers: Sequence[int]) -> dict[Place, object]:
-        """What tells replicas from others of their name, for all that is known once ``optimizers`` are met.
-
-        A tensor is looked at once: at its values, and if these are all the same, at those of the tensor before it.
-        """
+    def _look(self, optimizers: Sequence[int]) -> dict[Place, Seen]:
+        """What tells replicas from others of their name, for all that is known once ``optimizers`` are met."""
         met = [*self.met, *(index for index in optimizers if index not in self.met)]
-        contents: dict[Place, object] = {}
-        for rank in range(NUM_RANKS):
-            held = self._held(rank, met)
-            telling = [name for name in held if len(set(self.params[rank, name].tolist())) > 1]
-            for name in held:
-                content: object = (len(self.params[rank, name]), self.params[rank, name].tobytes())
-                if name not in telling:
-                    own_module = [other for other in telling if other.split(".")[0] == name.split(".")[0]]
-                    related = own_module if "." in name and own_module else telling
-                    before = [other for other in related if held.index(other) < held.index(name)]
-                    neighbour = before[-1] if before else related[0] if related else None
-                    content = content, neighbour and self.params[rank, neighbour].tobytes()
-                contents[rank, name] = self._contents.get((rank, name), content)
-        return contents
+        places = [(rank, name) for rank in range(NUM_RANKS) for name in self._held(rank, met)]
+        return {place: self._kept.get(place) or self._look_at(place) for place in places}
 
-    def _count_holders(self, contents: dict[Place, object]) -> dict[Place, int]:
-        keys = [(name, content) for (_, name), content in contents.items()]
-        return {place: keys.count((place[1], content)) for place, content in contents.items()}
+    def _look_at(self, place: Place) -> Seen:
+        rank, name = place
+        param, grad = self.params[place], self.grads[place]
+        is_unscaled = self.stages[self.spec(name).optimizer] is Stage.UNSCALED
+        wide = None if grad is None else grad.astype(np.float64) / (1.0 if is_unscaled else self._scale_on(rank))
+        is_known = wide is not None and bool(np.isfinite(wide).all()) and bool(wide.any())
+        return Seen(param.astype(np.float64), wide if is_known else None)
+
+    def _count_holders(self, seen: dict[Place, Seen]) -> tuple[dict[Place, int], bool]:
+        """And whether gradients have told all that they can."""
+        holders: dict[Place, int] = {}
+        are_final = True
+        for name in dict.fromkeys(name for _, name in seen):
+            left = sorted((place for place in seen if place[1] == name), key=lambda place: seen[place].lacks_gradient)
+            while left:
+                copies = [place for place in left if seen[left[0]].is_like(seen[place])]
+                are_final &= len(copies) == 1 or not any(seen[place].lacks_gradient for place in copies)
+                holders |= dict.fromkeys(copies, len(copies))
+                left = [place for place in left if place not in copies]
+        return holders, are_final
 
     def _forget(self, optimizer: int, set_to_none: bool) -> None:
         self._fresh.discard(optimizer)

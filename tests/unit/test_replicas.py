@@ -1,96 +1,159 @@
-"""Which tensors of one name are replicas: told by their content, and by a neighbour's where that says nothing."""
+"""Which tensors of one name are replicas: told by their values and gradients, up to rounding."""
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distscale.replicas import Look, count_holders, look
 
 
+def looks_at(named: dict[str, Tensor], world_size: int = 2, scale: float = 1.0) -> dict[str, Look]:
+    return look(named, world_size, frozenset(), scale)
+
+
 def ranks(*params_by_rank: dict[str, Tensor]) -> list[dict[str, int]]:
-    return count_holders([look(params, len(params_by_rank)) for params in params_by_rank])
+    return count_holders([looks_at(params, len(params_by_rank)) for params in params_by_rank]).by_rank
 
 
-def weight(seed: int) -> Tensor:
-    return torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))
+def weight(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape or (3, 2), generator=torch.Generator().manual_seed(seed))
+
+
+def param(values: Tensor, grad: Tensor | None) -> nn.Parameter:
+    made = nn.Parameter(values.clone())
+    made.grad = grad
+    return made
+
+
+def replicas(first: Tensor, second: Tensor) -> tuple[bool, bool]:
+    """Whether the two count as copies, and whether that is final."""
+    counted = count_holders([looks_at({"w": first}), looks_at({"w": second})])
+    return counted.by_rank == [{"w": 2}] * 2, counted.are_final
 
 
 def test_copies_are_one_gradient() -> None:
-    assert ranks({"w": weight(0)}, {"w": weight(0)}, {"w": weight(0)}) == [{"w": 3}] * 3
+    assert ranks(*[{"w": param(weight(0), weight(1))}] * 3) == [{"w": 3}] * 3
 
 
 def test_other_values_shapes_and_dtypes_are_others() -> None:
     zeros = torch.zeros(4)
-    assert ranks({"w": weight(0)}, {"w": weight(1)}) == [{"w": 1}] * 2
-    assert ranks({"w": zeros}, {"w": zeros[:3]}, {"w": zeros.half()}) == [{"w": 1}] * 3
-    assert ranks({"w": zeros}, {"w": -zeros}) == [{"w": 1}] * 2
+    assert replicas(param(weight(0), weight(2)), param(weight(1), weight(2))) == (False, True)
+    assert ranks(*[{"w": param(values, None)} for values in (zeros, zeros[:3], zeros.half())]) == [{"w": 1}] * 3
 
 
-def test_a_name_that_not_all_ranks_have() -> None:
-    assert ranks({"a": weight(0)}, {"a": weight(0), "b": weight(1)}, {}) == [{"a": 2}, {"a": 2, "b": 1}, {}]
+@pytest.mark.parametrize("values", [torch.ones(6), torch.zeros(3, 2), weight(0)])
+def test_equal_values_with_gradients_of_their_own(values: Tensor) -> None:
+    # Norms, zeros, and experts copied from one layer, or stages that were made from one seed.
+    grad, other = weight(1, *values.shape), weight(2, *values.shape)
+    assert replicas(param(values, grad), param(values, grad.clone())) == (True, True)
+    assert replicas(param(values, grad), param(values, other)) == (False, True)
+    assert replicas(param(values, grad), param(values, -grad)) == (False, True)
+    assert replicas(param(values, grad), param(values, 2 * grad)) == (False, True)
+
+
+@pytest.mark.parametrize("of", ["values", "gradient"])
+def test_rounding_makes_no_other_tensor(of: str) -> None:
+    # After a restart replicas may be apart in the last bits, and their gradients are computed apart.
+    for seed in range(100):
+        values, grad = weight(seed, 40), weight(seed + 1000, 40)
+        noise = 1.0 + 2**-8 * torch.rand(40, generator=torch.Generator().manual_seed(seed))
+        other = param(values * noise, grad) if of == "values" else param(values, grad * noise)
+        assert replicas(param(values, grad), other) == (True, True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100, 200_000])
+def test_gradients_that_differ_are_told_apart(size: int) -> None:
+    values = torch.ones(size)
+    for seed in range(100 if size < 1000 else 3):
+        one, other = weight(seed, size), weight(seed + 1000, size)
+        differ = float((one - other).norm() / torch.maximum(one.norm(), other.norm())) > 0.25
+        assert differ or size < 4
+        assert not (differ and replicas(param(values, one), param(values, other))[0])
+
+
+@pytest.mark.parametrize("place", range(1, 50))
+def test_gradients_of_one_element_each(place: int) -> None:
+    one, other, values = torch.zeros(50), torch.zeros(50), torch.ones(50)
+    one[0] = other[place] = 1.0
+    assert not replicas(param(values, one), param(values, other))[0]
 
 
 @pytest.mark.parametrize("place", range(6))
 def test_one_changed_element_in_any_place(place: int) -> None:
     other = weight(0)
     other.view(-1)[place] += 0.5
-    assert ranks({"w": weight(0)}, {"w": other}) == [{"w": 1}] * 2
+    assert not replicas(param(weight(0), None), param(other, None))[0]
+
+
+@pytest.mark.parametrize("grad", [None, torch.zeros(4), torch.full((4,), torch.inf), torch.full((4,), torch.nan)])
+def test_without_a_gradient_the_values_decide_for_now(grad: Tensor | None) -> None:
+    ones = torch.ones(4)
+    assert replicas(param(ones, grad), param(ones, grad)) == (True, False)
+    assert replicas(param(ones, grad), param(ones, weight(0, 4))) == (True, False)
+    assert replicas(param(ones, grad), param(weight(0, 4), grad)) == (False, True)
+
+
+def test_what_never_has_a_gradient_is_final() -> None:
+    frozen = torch.ones(4)
+    assert replicas(frozen, frozen.clone()) == (True, True)
+    assert replicas(param(torch.ones(0), None), param(torch.ones(0), None)) == (True, True)
+
+
+def test_one_without_a_gradient_does_not_join_two_that_differ() -> None:
+    ones = torch.ones(4)
+    tensors = [param(ones, None), param(ones, weight(0, 4)), param(ones, weight(1, 4))]
+    assert ranks(*[{"w": tensor} for tensor in tensors]) == [{"w": 2}, {"w": 2}, {"w": 1}]
+
+
+def test_the_scale_that_a_gradient_carries_does_not_matter() -> None:
+    ones, grad = torch.ones(4), weight(0, 4)
+    scaled, unscaled = param(ones, grad * 1024), param(ones, grad)
+    one = look({"w": scaled}, 2, frozenset(), 1024.0)
+    other = look({"w": unscaled}, 2, frozenset([id(unscaled)]), 1024.0)
+    assert count_holders([one, other]) == ([{"w": 2}] * 2, True)
+
+
+def test_a_name_that_not_all_ranks_have() -> None:
+    a, b = param(weight(0), weight(2)), param(weight(1), weight(3))
+    assert ranks({"a": a}, {"a": a, "b": b}, {}) == [{"a": 2}, {"a": 2, "b": 1}, {}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
 def test_every_dtype(dtype: torch.dtype) -> None:
-    first, second = weight(0).to(dtype), weight(1).to(dtype)
-    assert ranks({"w": first}, {"w": first.clone()}, {"w": second}) == [{"w": 2}, {"w": 2}, {"w": 1}]
+    first, second = (param(weight(seed).to(dtype), weight(3).to(dtype)) for seed in (0, 1))
+    assert ranks({"w": first}, {"w": first}, {"w": second}) == [{"w": 2}, {"w": 2}, {"w": 1}]
+    other = param(first.detach(), weight(4).to(dtype))
+    assert replicas(first, other) == (False, True)
 
 
-def test_a_constant_takes_after_the_tensor_before_it_in_its_module() -> None:
-    def model(expert: int) -> dict[str, Tensor]:
-        return {
-            "head.bias": torch.zeros(3),
-            "head.weight": weight(0),
-            "experts.0.weight": weight(expert),
-            "experts.0.bias": torch.zeros(3),
-            "experts.norm.weight": torch.ones(3),
-            "norm.weight": torch.ones(3),
-            "tail.weight": weight(2),
-            "tail.bias": torch.zeros(3),
-        }
-
-    counts = dict.fromkeys(model(0), 2)
-    counts.update({"experts.0.weight": 1, "experts.0.bias": 1, "experts.norm.weight": 1, "norm.weight": 1})
-    # The last norm is taken for the experts' own: it stands after them, alone in its module, and says nothing itself.
-    assert ranks(model(5), model(6)) == [counts] * 2
-
-
-def test_a_model_that_is_constant_throughout() -> None:
-    assert ranks({"w": torch.zeros(3)}, {"w": torch.zeros(3)}) == [{"w": 2}] * 2
+def test_a_gradient_of_any_size() -> None:
+    ones = torch.ones(4, dtype=torch.float64)
+    for size in (1e-300, 1e300):
+        one, other = (param(ones, size * weight(seed, 4).double()) for seed in (0, 1))
+        assert replicas(one, one) == (True, True)
+        assert replicas(one, other) == (False, True)
 
 
 def test_pieces_on_one_mesh_belong_together() -> None:
+    def piece(mesh: int, place: int, seed: int) -> Look:
+        return looks_at({"w": param(torch.ones(4), weight(seed, 4))})["w"]._replace(mesh=mesh, place=place)
+
+    def holders(*pieces: Look) -> list[int]:
+        return [count["w"] for count in count_holders([{"w": seen} for seen in pieces]).by_rank]
+
     pair, other = 1, 2  # two meshes of two ranks each
-    replicas = [Look(pair, 10), Look(pair, 11), Look(other, 10), Look(other, 11)]
-    assert count_holders([{"w": seen} for seen in replicas]) == [{"w": 4}] * 4
-    different = [Look(pair, 10), Look(pair, 11), Look(other, 10), Look(other, 12)]
-    assert count_holders([{"w": seen} for seen in different]) == [{"w": 2}] * 4
+    assert holders(piece(pair, 0, 10), piece(pair, 1, 11), piece(other, 0, 10), piece(other, 1, 11)) == [4] * 4
+    assert holders(piece(pair, 0, 10), piece(pair, 1, 11), piece(other, 0, 10), piece(other, 1, 12)) == [2] * 4
+    # In the order of the mesh, not of the ranks.
+    assert holders(piece(pair, 0, 10), piece(pair, 1, 11), piece(other, 1, 11), piece(other, 0, 10)) == [4] * 4
+    assert holders(piece(pair, 0, 10), piece(pair, 1, 11), piece(other, 0, 11), piece(other, 1, 10)) == [2] * 4
+
+
+def test_where_all_ranks_are_in_the_mesh_there_is_nothing_to_tell() -> None:
+    assert count_holders([{"w": Look(1, 0)}] * 3) == ([{"w": 3}] * 3, True)
 
 
 def test_large_tensors_are_sampled() -> None:
-    large = torch.randn(1_000_003)
-    assert look({"w": large}, 2) == look({"w": large.clone()}, 2) != look({"w": large + 1}, 2)
-
-
-def test_a_dtensor_is_constant_only_if_all_its_pieces_are() -> None:
-    # On rank 1 the piece is empty; it takes after nothing, for rank 0's says enough.
-    mesh = 1
-    pieces = [{"v": Look(None, 5), "w": Look(mesh, 10)}, {"v": Look(None, 6), "w": Look(mesh, 11, "v")}]
-    assert [counts["w"] for counts in count_holders(pieces)] == [2, 2]
-
-
-def test_a_constant_beside_a_sharded_tensor_takes_after_the_whole_of_it() -> None:
-    # A norm that both ranks hold, beside a weight of which each has a piece: of one model, and of two.
-    def rank(mesh: int, content: int) -> dict[str, Look]:
-        return {"w": Look(mesh, content), "norm": Look(None, 3, "w")}
-
-    assert [counts["norm"] for counts in count_holders([rank(1, 10), rank(1, 11)])] == [2, 2]
-    stages = [rank(1, 10), rank(1, 11), rank(2, 12), rank(2, 13)]
-    assert [counts["norm"] for counts in count_holders(stages)] == [2] * 4
+    large = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
+    assert replicas(param(large, large), param(large.clone(), large))[0]
+    assert not replicas(param(large, large), param(large + 1, large))[0]

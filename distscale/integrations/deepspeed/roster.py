@@ -43,7 +43,7 @@ class EngineRoster(Roster):
     def meet(self, optimizers: Iterable[Any]) -> bool:
         return self._is_listed
 
-    def look(self, world_size: int) -> dict[str, Look]:
+    def look(self, world_size: int, unscaled: Collection[int], scale: float) -> dict[str, Look]:
         return dict(self._looks_by_name)
 
     def mark_listed(self) -> None:
