@@ -23,6 +23,7 @@ class _Warm(NamedTuple):
     params: dict[int, Tensor]
     """By id; held, so that no other tensor gets the id."""
     num_states: int
+    switches: tuple[bool, ...]
 
 
 class Stepper:
@@ -52,6 +53,7 @@ class Stepper:
             and not self._roster.shares(optimizer)
             and with_gradients(optimizer).keys() <= warm.params.keys()
             and len(optimizer.state) >= warm.num_states
+            and _switches(optimizer) == warm.switches
         )
 
     def step(
@@ -87,7 +89,8 @@ class Stepper:
             else:
                 returned.append(step_fused(optimizer, decision, is_unscaled(optimizer), not unscales, kwargs))
                 params = self._warm[optimizer].params if optimizer in self._warm else {}
-                self._warm[optimizer] = _Warm(params | with_gradients(optimizer), len(optimizer.state))
+                params = params | with_gradients(optimizer)
+                self._warm[optimizer] = _Warm(params, len(optimizer.state), _switches(optimizer))
         return returned
 
     def forget(self) -> None:
@@ -98,10 +101,14 @@ class Stepper:
 def takes_grad_scale(optimizer: Optimizer) -> bool:
     """Whether the optimizer unscales and skips on the device, by its ``grad_scale`` and ``found_inf`` (``fused=True``).
 
-    Optimizers of torch's older contract, which take the scaler itself as an argument, are treated like any other.
+    Optimizers of torch's older contract, which take the scaler itself as an argument, are treated like any other; so
+    are objects that hand all they do not know on to a fused optimizer, which would not find the two on itself.
     """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and (
-        "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    mark = "_step_supports_amp_scaling"
+    return (
+        inspect.getattr_static(optimizer, mark, None) is not None
+        and bool(getattr(optimizer, mark))
+        and "grad_scaler" not in inspect.signature(optimizer.step).parameters
     )
 
 
@@ -130,6 +137,12 @@ def with_gradients(optimizer: Optimizer) -> dict[int, Tensor]:
     """The parameters of ``optimizer`` that have a gradient, by id."""
     params = (param for group in optimizer.param_groups for param in group["params"])
     return {id(param): param for param in params if param.grad is not None}
+
+
+def _switches(optimizer: Optimizer) -> tuple[bool, ...]:
+    """What of the settings is on: a momentum, for instance, that is turned on later, creates a state then."""
+    settings = (value for group in optimizer.param_groups for key, value in group.items() if key != "params")
+    return tuple(bool(value) for value in settings if isinstance(value, bool | int | float))
 
 
 def unscale_and_clip(values: Sequence[Tensor], decision: Decision, is_unscaled: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -56,6 +57,13 @@ def check_step(optimizers: Sequence[Any], rest: Sequence[Any], kwargs: Mapping[s
             f"step() takes optimizers, and got a {type(rest[0]).__name__}; pass the optimizers only, and further "
             "arguments of their own step() by keyword"
         )
+    for optimizer in optimizers:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ProtocolError(
+                f"{type(optimizer).__name__} cannot be stepped by a scaler: its step() needs a closure, and would see "
+                "gradients in it that were never checked or unscaled"
+            )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise ProtocolError("step() got one optimizer twice; each steps once")
 

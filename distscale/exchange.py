@@ -148,6 +148,9 @@ def judge(maxima: Tensor, sums: Tensor | None, max_norm: float | None) -> Verdic
     slots = maxima[_SLOTS_AT:]
     largest = slots.amax() if slots.numel() else maxima.new_zeros(())
     overflow = largest >= INF_BITS
+    if sums is not None:
+        # Finite gradients in fp64 can have a norm that is not, by which nothing can be clipped.
+        overflow = overflow | ~sums.isfinite().all().to(maxima.device)
     lost = maxima[Flag.LOSS] >= INF_BITS
     agreed, complements = maxima[_AGREED_AT:_SLOTS_AT].view(2, len(Agreed)).unbind()
     differs = ((agreed != ~complements) & (agreed != _UNKNOWN)).any()

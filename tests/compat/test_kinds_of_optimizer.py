@@ -12,9 +12,10 @@ import pytest
 import torch
 from schedulefree import ScheduleFreeWrapper
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, RMSprop, lr_scheduler
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop, lr_scheduler
 
-from distscale import DistributedGradScaler
+from distscale import DistributedGradScaler, LocalReducer, ProtocolError
+from ranks import CountingReducer
 
 INF = math.inf
 
@@ -266,3 +267,79 @@ def test_state_that_was_copied_is_independent() -> None:
     step(scaler, twin, twin_params, 2, INF)
     assert bits(twin) == before
     assert scaler._steps_on_device(optimizer)
+
+
+class HandsOn:
+    """Knows an optimizer, and hands on to it all that it does not know."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_an_object_that_hands_on_to_a_fused_optimizer(fused: bool, max_norm: float | None) -> None:
+    """Torch's scaler sets ``grad_scale`` and ``found_inf`` on the object, where the optimizer does not look."""
+    param = nn.Parameter(torch.zeros(2))
+    wrapper: Any = HandsOn(SGD([param], lr=1.0, fused=fused))
+    scaler = DistributedGradScaler("cpu", init_scale=1024.0, max_norm=max_norm)
+    values = []
+    for bad in (0.0, 0.0, INF):
+        param.grad = None
+        scaler.scale((param * torch.tensor([3.0, 4.0])).sum()).backward()
+        param.grad[0] += bad
+        scaler.step(wrapper)
+        scaler.update()
+        values.append(param.tolist())
+    first = [-3.0, -4.0] if max_norm is None else pytest.approx([-0.6, -0.8], rel=1e-5)
+    second = [-6.0, -8.0] if max_norm is None else pytest.approx([-1.2, -1.6], rel=1e-5)
+    assert values == [first, second, second]
+
+
+@pytest.mark.parametrize("kind", ["momentum", "amsgrad"])
+def test_a_state_that_a_setting_adds_later_is_not_created_by_a_skip(kind: str) -> None:
+    param = nn.Parameter(torch.zeros(2000))
+    make: Any = {"momentum": SGD, "amsgrad": AdamW}[kind]
+    optimizer = make([param], lr=1.0, fused=True)
+    scaler = DistributedGradScaler("cpu", init_scale=4.0)
+    for bad in (0.0, 0.0, INF):
+        if bad:
+            optimizer.param_groups[0][kind] = {"momentum": 0.9, "amsgrad": True}[kind]
+            before = bits(optimizer)
+        param.grad = None
+        scaler.scale(param.sum()).backward()
+        param.grad[0] += bad
+        scaler.step(optimizer)
+        scaler.update()
+    assert bits(optimizer) == before
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    reducer = CountingReducer(LocalReducer())
+    scaler = DistributedGradScaler("cpu", reducer=reducer)
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(ProtocolError, match=r"LBFGS cannot be stepped by a scaler: its step\(\) needs a closure"):
+        scaler.step(torch.optim.LBFGS([param]))
+    assert reducer.num_reduces == 0
+    scaler.step(SGD([param], lr=1.0))  # goes on
+    assert param.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("max_norm", [1.0, INF])
+def test_a_norm_beyond_fp64_is_an_overflow(max_norm: float) -> None:
+    # It would clip everything to zero, or, where it is only measured, multiply with inf/inf.
+    param = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = SGD([param], lr=1.0)
+    scaler = DistributedGradScaler("cpu", init_scale=4.0, max_norm=max_norm)
+    param.grad = torch.tensor([1e200, 1.0], dtype=torch.float64)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.last_step.skipped, scaler.get_scale(), param.tolist()) == (True, 2.0, [1.0, 1.0])
