@@ -103,7 +103,8 @@ class CarriedScale:
         """Rescales gradients that wait, unstepped, from before an update, so that new ones can be added.
 
         Without it, an optimizer that steps more rarely than ``update()`` is called would sum gradients of two scales.
-        Optimizers are known from their first step on, and their gradients by ``grad``. What FSDP2 keeps to itself while
-        ``set_requires_gradient_sync(False)`` is not seen: do not update the scale before those gradients are reduced.
+        Optimizers are known from their first step on (what ``names`` has besides may be another scaler's), and their
+        gradients by ``grad``. What FSDP2 keeps to itself while ``set_requires_gradient_sync(False)`` is not seen: do
+        not update the scale before those gradients are reduced.
         """
         scale_(self._roster.values_of_others(self._stepped), (new.double() / old.double()).float())

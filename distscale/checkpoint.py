@@ -90,6 +90,7 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
             f"the saved scaler state is of policy {kind!r} and this scaler has policy {policy.name!r}; "
             f"build the scaler with policy={kind!r}, or do not load the state to start afresh"
         )
+    scale = _number(saved, "scale")
     rule = {key: _rule_value(saved, key) for key in _RULE_FIELDS if key in saved} if kind == DynamicScale.name else {}
     changed = [
         f"{key} from {_shown(getattr(policy, key))} to {_shown(value)}"
@@ -97,9 +98,10 @@ def decode(policy: Policy, saved: Mapping[str, Any]) -> tuple[Policy, SavedState
         if getattr(policy, key) != value
     ]
     try:
-        policy = replace(policy, init_scale=_number(saved, "scale"), **rule)  # type: ignore[type-var]
+        policy = replace(policy, init_scale=scale, **rule)  # type: ignore[type-var]
     except ConfigError as error:
-        raise ConfigError(f"the saved scaler state cannot be used: {error}") from None
+        what = str(error).replace("init_scale=", "scale=")  # as the state calls it
+        raise ConfigError(f"the saved scaler state cannot be used: {what}") from None
     hysteresis_tracker = _count(saved, "hysteresis_tracker", policy.hysteresis)
     if hysteresis_tracker > policy.hysteresis:
         raise ConfigError(

@@ -14,7 +14,7 @@ from distscale.errors import DesyncError, ProtocolError
 from distscale.exchange import Agreed, Flag, Verdict, read_agreed, read_culprit, read_flag, read_slots
 from distscale.policy import Outcome, ScaleState
 from distscale.record import AmaxByTensor, Culprit, HostCopy, StepReport
-from distscale.table import SlotTable, check_equal
+from distscale.table import HINTS, SlotTable, check_equal
 
 __all__ = ["Decision"]
 
@@ -124,11 +124,16 @@ class Decision:
         if differing and gather_values is not None and read_flag(maxima, Flag.UNREAD) is None:
             check_equal(gather_values(), f"at step {self.step}")
         for key, low, high in differing:
+            if key is Agreed.TABLE and low < 0:
+                raise DesyncError(
+                    f"at step {self.step} some ranks stepped an optimizer that is new or has new parameters, and "
+                    "others did not. All ranks must add optimizers and parameters at the same step; no rank applied it"
+                )
             values = [_shown(key, bits) for bits in (low, high)]
-            what = key.label + (" or the settings" if key is Agreed.TABLE and low >= 0 else "")
+            what = key.label + (" or the settings" if key is Agreed.TABLE else "")
             raise DesyncError(
                 f"ranks differ in {what} at step {self.step}: from {values[0]} to {values[1]}. "
-                "It must be equal on all ranks; no rank applied the step"
+                f"It must be equal on all ranks; no rank applied the step{HINTS.get(key.name.lower(), '')}"
             )
         if read_flag(maxima, Flag.SCALED) is None and not self.is_rehearsal:
             raise ProtocolError(

@@ -46,6 +46,9 @@ class DistributedGradScaler(LocalScaler):
     The ranks may hold plain tensors or DTensors, sharded or replicated, on any mesh; they may lack gradients, or hold
     different tensors. Whichever rank finds a non-finite value, all skip and all hold bitwise the same scale.
 
+    An optimizer may step more rarely than ``update()`` is called: gradients that wait are rescaled. But only from its
+    first step on, since until then the scaler does not know it.
+
     Args:
         device: "cuda" or "cpu", as in torch; a scaler for CUDA disables itself, with a warning, where there is none.
         init_scale: scale of the first step.

@@ -10,10 +10,16 @@ from distscale.errors import DesyncError, ProtocolError
 from distscale.reducers import Reducer
 from distscale.replicas import Holders, Look, count_holders
 
-__all__ = ["UNKNOWN", "SlotTable", "agree", "check_equal"]
+__all__ = ["HINTS", "UNKNOWN", "SlotTable", "agree", "check_equal"]
 
 UNKNOWN = "unknown"
 """Of a value that must be equal on the ranks that know it."""
+
+
+HINTS = {
+    "loss_scale": ". In a pipeline, call update() once, after the steps of all optimizers",
+}
+"""What else to say if a value differs."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ def check_equal(values_by_rank: Sequence[Mapping[str, object]], when: str) -> No
             found = "; ".join(f"{value!r} on {describe_ranks(ranks)}" for value, ranks in ranks_by_value.items())
             raise DesyncError(
                 f"ranks differ in {key} {when}: {found}. It must be equal on all ranks; no rank applied the step"
+                f"{HINTS.get(key, '')}"
             )
 
 

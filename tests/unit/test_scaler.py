@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -801,6 +802,16 @@ class TestState:
                 scaler.load_state_dict(saved)
         assert scaler.state_dict() == before
 
+    def test_a_state_that_cannot_be_used_is_named_once(self) -> None:
+        scaler = DistributedGradScaler("cpu")
+        for scale in (0.0, math.nan):
+            with pytest.raises(ConfigError) as error:
+                scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
+            text = str(error.value)
+            assert text.count("cannot be used") == 1
+            assert "init_scale" not in text
+            assert re.search(r"\bscale(=| is)", text)
+
     def test_loads_in_place(self) -> None:
         # What was captured, in a CUDA graph for instance, goes on reading the same tensors.
         scaler = DistributedGradScaler("cpu")
@@ -835,6 +846,18 @@ class TestState:
             assert twin.state_dict() == scaler.state_dict()
             train_step(twin, optimizer, parameter.sum(), math.inf)
             assert twin.get_scale() == 2.0**15
+
+    def test_after_a_load_fused_optimizers_are_asked_about(self) -> None:
+        # Their state is likely to be restored too, and what is not there would be created by a kernel that skips.
+        parameter, optimizer = sgd(1.0, momentum=0.9, fused=True)
+        scaler = DistributedGradScaler("cpu")
+        train_step(scaler, optimizer, parameter.sum())
+        assert scaler._steps_on_device(optimizer)
+        optimizer.state[parameter]["momentum_buffer"] = None
+        scaler.load_state_dict(scaler.state_dict())
+        assert not scaler._steps_on_device(optimizer)
+        train_step(scaler, optimizer, parameter.sum(), math.inf)
+        assert optimizer.state[parameter]["momentum_buffer"] is None
 
     def test_a_copy_made_after_a_loss_scales_losses_of_its_own(self) -> None:
         scaler = DistributedGradScaler("cpu", init_scale=8.0)
