@@ -54,6 +54,7 @@ class _Job:
     backend: str | None
     group_timeout_s: float
     timeout_s: float
+    take_down: bool
 
     def file(self, kind: Literal["outcome", "stack"]) -> Path:
         return self.folder / f"{kind}-{self.rank}"
@@ -67,6 +68,7 @@ def run_ranks(
     backend: str = "gloo",
     init: bool = True,
     group_timeout_s: float = 20.0,
+    take_down: bool = True,
 ) -> list[Any]:
     """Runs ``fn(rank, *args)`` in ``world_size`` spawned processes and returns what they return, by rank.
 
@@ -80,6 +82,8 @@ def run_ranks(
         init: False to start the processes without a process group.
         group_timeout_s: of the process group's collectives. When a rank fails, the others get 5 s more than this to
             come to an end.
+        take_down: False to end the processes at once, after a barrier: libraries that keep process groups of their own
+            (DeepSpeed) have gloo's threads end in any order, which now and then aborts a rank that has finished.
 
     Raises:
         RanksError: if any rank raised, died or ran out of time. It has the traceback, the exit code or the stack of
@@ -90,7 +94,7 @@ def run_ranks(
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         jobs = [
-            _Job(call, rank, world_size, Path(folder), backend if init else None, group_timeout_s, timeout_s)
+            _Job(call, rank, world_size, Path(folder), backend if init else None, group_timeout_s, timeout_s, take_down)
             for rank in range(world_size)
         ]
         processes = [context.Process(target=_rank_main, args=(job,), daemon=True) for job in jobs]
@@ -210,6 +214,11 @@ def _rank_main(job: _Job) -> None:
             sys.stderr.flush()
             os._exit(1)
         _write_whole(job.file("outcome"), outcome)
+        if not job.take_down:
+            dist.barrier()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
         if dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.unregister(_STACK_SIGNAL)

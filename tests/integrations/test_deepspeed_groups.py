@@ -270,7 +270,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(folder: Path) -> list[dict[Any, Any]]:
-    return run_ranks(on_four, RANKS, folder, timeout_s=280.0)
+    return run_ranks(on_four, RANKS, folder, timeout_s=280.0, take_down=False)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +286,7 @@ def two(four: list[Any], folder: Path) -> list[dict[Any, Any]]:
                 check=True,
             )
             (place / "latest_universal").write_text(f"{tag}_universal")
-    return run_ranks(on_two, 2, folder, timeout_s=280.0)
+    return run_ranks(on_two, 2, folder, timeout_s=280.0, take_down=False)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -287,12 +287,15 @@ def run_all(rank: int) -> dict[tuple[Any, ...], Any]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[tuple[Any, ...], Any]]:
-    return run_ranks(run_all, WORLD_SIZE, timeout_s=280.0)
+    return run_ranks(run_all, WORLD_SIZE, timeout_s=280.0, take_down=False)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_bad_value_on_any_rank_skips_everywhere(name: str, seen: list[Any]) -> None:
-    on_ranks = [results["bad", name] for results in seen]
+    check_bad_steps(name, [results["bad", name] for results in seen])
+
+
+def check_bad_steps(name: str, on_ranks: list[dict[str, Any]]) -> None:
     assert [results["clean"] for results in on_ranks] == [(True, False)] * WORLD_SIZE
     for outcomes in zip(*(results["bad"] for results in on_ranks), strict=True):
         bad_rank = outcomes[0]["bad_rank"]

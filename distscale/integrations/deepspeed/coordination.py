@@ -16,7 +16,7 @@ from distscale.checkpoint import encode
 from distscale.coordinator import Coordinator, Situation
 from distscale.decision import Decision
 from distscale.errors import ConfigError
-from distscale.integrations.deepspeed.recognition import poison, surface_of
+from distscale.integrations.deepspeed.recognition import can_skip, poison, surface_of
 from distscale.integrations.deepspeed.roster import EngineRoster
 from distscale.integrations.deepspeed.scale import ScaleOwner, saved_by_deepspeed, scale_owner
 from distscale.integrations.deepspeed.settings import BLOCK, Settings
@@ -59,6 +59,11 @@ class Coordination:
         self._surface: Surface | None = None if isinstance(known, str) or settings.deepspeed_check else known
         if self._surface is None:
             why = f"this is {known}" if isinstance(known, str) else "deepspeed_check is set"
+            if not can_skip(self._optimizer):
+                raise ConfigError(
+                    f"{why}, and this release of DeepSpeed has no check of its own for a "
+                    f"{type(self._optimizer).__name__} without fp16, so it could not skip a step; use a newer one"
+                )
             _log.warning(
                 "DeepSpeed's own overflow check decides, since %s: a skip is not explained by rank and tensor, and "
                 "costs DeepSpeed's collectives and host reads",
@@ -209,7 +214,7 @@ class Coordination:
 
     def _commit(self) -> None:
         decision = self._decided()
-        if bool(self._optimizer.overflow) and not decision.skipped:
+        if bool(getattr(self._optimizer, "overflow", False)) and not decision.skipped:
             decision = self._skipped_by_deepspeed(decision)
         self._keeper._commit(decision.next_state)
         decision.settle(decision.next_state)

@@ -17,7 +17,7 @@ from distscale.integrations.deepspeed.surfaces import Surface
 from distscale.integrations.deepspeed.unpartitioned import BF16, FP16
 from distscale.integrations.deepspeed.zero import ZeRO3, ZeRO12
 
-__all__ = ["poison", "surface_of"]
+__all__ = ["can_skip", "poison", "surface_of"]
 
 _KNOWN: dict[str, type[Surface]] = {
     "DeepSpeedZeroOptimizer": ZeRO12,
@@ -50,6 +50,13 @@ def surface_of(optimizer: Any) -> Surface | str:
     if getattr(optimizer, "partial_offload", 1.0) not in (0, 1.0) and getattr(optimizer, "offload_optimizer", False):
         return f"a {kind} that offloads a part of its optimizer"
     return surface(optimizer)
+
+
+def can_skip(optimizer: Any) -> bool:
+    """Whether DeepSpeed's own check looks at this optimizer's gradients. Without FP16, old releases do not always."""
+    if hasattr(optimizer, "_get_norm_groups") and optimizer.dtype != torch.half:
+        return hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup")
+    return hasattr(optimizer, "overflow")
 
 
 def poison(optimizer: Any) -> bool:

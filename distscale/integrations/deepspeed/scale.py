@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,8 +18,6 @@ from distscale.errors import ConfigError
 from distscale.policy import DynamicScale, Policy
 
 __all__ = ["ScaleOwner", "saved_by_deepspeed", "scale_owner"]
-
-_NOTHING = MappingProxyType({"cur_iter": 0, "last_overflow_iter": -1})
 
 
 class ScaleOwner(Protocol):
@@ -68,7 +65,7 @@ def scale_owner(engine: Any) -> ScaleOwner:
         )
     if not engine.fp16_enabled():
         return _NoScale(engine)
-    if hasattr(optimizer, "loss_scale_config"):
+    if not hasattr(optimizer, "loss_scaler"):
         if hasattr(type(engine), "train_batch"):
             raise ConfigError(
                 "the pipeline engine with fp16 at ZeRO stage 0 never scales the loss, though it divides the gradients "
@@ -86,6 +83,11 @@ class _NoScale:
     uses_fp16 = False
 
     def take_over(self) -> Any:
+        # Before 0.18.6 the optimizers of stage 0 have a scale in BF16 too, and use it in one place only.
+        optimizer = self.engine.optimizer
+        scale = _scale_of_stage_0(optimizer)
+        if not hasattr(optimizer, "loss_scaler") and hasattr(scale, "dynamic_loss_scale"):
+            scale.dynamic_loss_scale, scale.cur_scale = False, 1.0
         return None
 
     def set(self, scale: float) -> None:
@@ -159,14 +161,17 @@ class _Stage0:
     engine: Any
     uses_fp16 = True
 
+    @property
+    def scale(self) -> Any:
+        return _scale_of_stage_0(self.engine.optimizer)
+
     def take_over(self) -> Any:
-        config = self.engine.optimizer.loss_scale_config
-        found = dict(_NOTHING) | vars(config)
-        config.dynamic_loss_scale = False
-        return _Found(**{key: found[key] for key in _Found.__annotations__}) if found["dynamic_loss_scale"] else None
+        scale = self.scale
+        was_dynamic, scale.dynamic_loss_scale = scale.dynamic_loss_scale, False
+        return _Found(scale.cur_scale, scale.cur_iter, scale.last_overflow_iter) if was_dynamic else None
 
     def set(self, scale: float) -> None:
-        self.engine.optimizer.loss_scale_config.cur_scale = scale
+        self.scale.cur_scale = scale
 
     def watch(self, note: Callable[[Tensor], None]) -> None:
         engine = self.engine
@@ -177,14 +182,14 @@ class _Stage0:
             note(loss.detach())
             if scales_itself:
                 return backward(loss, *args, **kwargs)
-            factor = engine.optimizer.loss_scale_config.cur_scale
+            factor = self.scale.cur_scale
             returned = backward(loss.float() * factor, *args, **kwargs)
             return None if returned is None else (returned / factor).to(loss.dtype)
 
         def watched_scale(loss: Tensor) -> Any:
             assert scale is not None
             note(loss.detach())
-            return scale(loss.float() * engine.optimizer.loss_scale_config.cur_scale)
+            return scale(loss.float() * self.scale.cur_scale)
 
         engine.backward = watched_backward
         if scale is not None:
@@ -192,18 +197,22 @@ class _Stage0:
 
     @contextmanager
     def lend(self, policy: Policy, state: SavedState) -> Iterator[None]:
-        config = self.engine.optimizer.loss_scale_config
-        kept = dict(vars(config))
+        lent: dict[str, float] = {"cur_iter": state.growth_tracker, "last_overflow_iter": -1}
         if isinstance(policy, DynamicScale):
-            config.dynamic_loss_scale = True
-            config.cur_iter, config.last_overflow_iter = state.growth_tracker, -1
-            config.scale_factor, config.scale_window = policy.growth_factor, policy.growth_interval
-            config.min_loss_scale = policy.min_scale
+            lent |= {"dynamic_loss_scale": True, "scale_factor": policy.growth_factor}
+            lent |= {"scale_window": policy.growth_interval, "min_loss_scale": policy.min_scale}
+        scale = self.scale
+        kept = {key: getattr(scale, key, None) for key in lent}
+        vars(scale).update(lent)
         try:
             yield
         finally:
-            vars(config).clear()
-            vars(config).update(kept)
+            vars(scale).update(kept)
+
+
+def _scale_of_stage_0(optimizer: Any) -> Any:
+    """Where the optimizers of stage 0 keep their scale: until 0.18.2 in themselves."""
+    return getattr(optimizer, "loss_scale_config", optimizer)
 
 
 @dataclass

@@ -93,6 +93,9 @@ class FP16(Surface):
 
         self.optimizer.unscale_and_clip_grads = clip_by_ours
 
+    def clean_up(self) -> None:
+        self.optimizer.zero_grad()  # in 0.18.0 nothing else does, in BF16
+
 
 def _num_replicas(param: Any) -> int:
     """Over how many data-parallel ranks a gradient is averaged at stage 0."""
