@@ -43,15 +43,15 @@ class Mlp(nn.Module):
         return y
 
 
-def sequence_parallel(model: Mlp, mesh: DeviceMesh) -> Mlp:
-    """FSDP2 on axis "dp", TP on axis "tp" with its part of each sequence a rank; the norms are replicated over TP."""
+def sequence_parallel(model: Mlp, mesh: DeviceMesh, *, with_fsdp2: bool = True) -> Mlp:
+    """TP on axis "tp", with its part of each sequence a rank and replicated norms; if wanted, FSDP2 on axis "dp"."""
     plan = {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1)),
     }
     parallelize_module(model, mesh["tp"], plan)
-    return fully_shard(model, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"]) if with_fsdp2 else model
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, prefix: str = "") -> nn.Module:

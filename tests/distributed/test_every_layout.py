@@ -10,12 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BAD_VALUES, counted, full_norm, local, poison, results_by_case, run_step, snapshot
-from layout_models import Stage, block, tensor_parallel
+from layout_models import Mlp, Stage, block, sequence_parallel, tensor_parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp import ShardingStrategy as Strategy
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -46,19 +53,18 @@ def observe(layout: Layout, names: Any = None) -> dict[str, Any]:
     scaler, reducer = counted(init_scale=SCALE, max_norm=float("inf"), names=names)
     optimizer = AdamW(layout.params, lr=1e-2)
     layout.backward(scaler)
-    clean = {param: local(param.grad).clone() for param in layout.params if param.grad is not None}
+    clean = {param: param.grad.clone() for param in layout.params if param.grad is not None}
     seen: dict[str, Any] = {"norm": norm_over_ranks(layout), "faults": []}
     before = snapshot(optimizer)
     saved = scaler.state_dict()
-    held = [param.grad for param, values in reversed(clean.items()) if values.numel()]
+    held = [param for param, grad in reversed(clean.items()) if local(grad).numel()]
     has_values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(has_values, bool(held))
     for kind, value in BAD_VALUES.items():
         for bad_rank in (rank for rank, has in enumerate(has_values) if has):
-            for param, values in clean.items():
-                local(param.grad).copy_(values)
+            restore(clean)
             if dist.get_rank() == bad_rank:
-                poison(held[0], value)
+                poison(held[0].grad, value)
             scaler.step(optimizer)
             report = scaler.last_step
             scaler.update()
@@ -72,12 +78,17 @@ def observe(layout: Layout, names: Any = None) -> dict[str, Any]:
             })  # fmt: skip
             scaler.load_state_dict(saved)
             scaler.scale(torch.ones(()))  # this rank's gradients, or those of others, carry the scale
-    for param, values in clean.items():
-        local(param.grad).copy_(values)
+    restore(clean)
     report = run_step(scaler, optimizer)
     seen["clean"] = report.skipped, report.grad_norm, snapshot(optimizer) != before
     seen["exchanges"] = reducer.num_reduces - len(seen["faults"])
     return seen
+
+
+def restore(grads: Mapping[nn.Parameter, Tensor]) -> None:
+    """Gives every parameter this gradient, with whatever sum is pending in it."""
+    for param, grad in grads.items():
+        param.grad = grad.clone()
 
 
 def check(by_rank: list[dict[str, Any]], num_poisoned: int) -> None:
@@ -194,6 +205,22 @@ def tensor_parallel_layout(norms_first: bool) -> Layout:
     return Layout(params, lambda scaler: run_backward(model, scaler, mesh.get_local_rank("dp")), 4)
 
 
+def sequence_parallel_layout(*, with_fsdp2: bool) -> Layout:
+    """Each rank has its part of every sequence; the gradients of the norms are sums of the parts'.
+
+    Without FSDP2, these sums are pending when the backward pass ends, and are formed in ``step``.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = sequence_parallel(Mlp(seed=0), mesh, with_fsdp2=with_fsdp2)
+
+    def backward(scaler: Any) -> None:
+        seed = mesh.get_local_rank("dp") if with_fsdp2 else 0
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(seed))
+        scaler.scale(model(x.chunk(2, dim=1)[mesh.get_local_rank("tp")]).square().mean()).backward()
+
+    return Layout(sorted(model.parameters(), key=lambda param: param.ndim), backward, 4)
+
+
 def expert_parallel_layout() -> Layout:
     """A dense layer sharded over all ranks, and experts sharded over pairs of ranks, which are replicas."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
@@ -213,6 +240,8 @@ OTHERS: Mapping[str, Callable[[], Layout]] = {
     "HSDP": hsdp_layout,
     "FSDP2 with TP, norms first": lambda: tensor_parallel_layout(True),
     "FSDP2 with TP, norms last": lambda: tensor_parallel_layout(False),
+    "sequence parallel with FSDP2": lambda: sequence_parallel_layout(with_fsdp2=True),
+    "sequence parallel, plain": lambda: sequence_parallel_layout(with_fsdp2=False),
     "experts": expert_parallel_layout,
 }
 
@@ -233,32 +262,42 @@ def context_parallel(rank: int) -> dict[str, Any]:
     return observe(Layout(list(model.parameters()), backward, dist.get_world_size()))
 
 
-def pipeline_layout(schedule: type, model: nn.Module, index: int, num_stages: int, group: Any, copies: int) -> Layout:
-    """The schedule runs the backward pass, so the loss is scaled in its loss function, on the last stage alone."""
-    stage = PipelineStage(model, index, num_stages, CPU, group=group)
+def pipeline_layout(schedule: Any, models: Mapping[int, nn.Module], num_stages: int, group: Any, copies: int) -> Layout:
+    """The schedule runs the backward pass, so the loss is scaled in its loss function, on the last stage alone.
+
+    Args:
+        models: of this rank, by stage; one, unless the schedule is of several.
+    """
+    stages = [PipelineStage(model, index, num_stages, CPU, group=group) for index, model in models.items()]
 
     def backward(scaler: Any) -> None:
         def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
             loss: Tensor = scaler.scale((output - target).square().mean())
             return loss
 
-        runner = schedule(stage, n_microbatches=4, loss_fn=scaled_loss, scale_grads=False)
+        given = stages if issubclass(schedule, PipelineScheduleMulti) else stages[0]
+        runner = schedule(given, n_microbatches=4, loss_fn=scaled_loss, scale_grads=False)
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-        if index == 0:
-            runner.step(x)
-        elif index == num_stages - 1:
-            runner.step(target=x)
-        else:
-            runner.step()
+        runner.step(*[x] if 0 in models else [], **{"target": x} if num_stages - 1 in models else {})
 
-    return Layout(list(model.parameters()), backward, copies)
+    return Layout([param for model in models.values() for param in model.parameters()], backward, copies)
+
+
+PIPELINES: Mapping[str, tuple[Any, Callable[[int], list[int]]]] = {
+    "GPipe": (ScheduleGPipe, lambda rank: [rank]),
+    "1F1B": (Schedule1F1B, lambda rank: [rank]),
+    "interleaved 1F1B": (ScheduleInterleaved1F1B, lambda rank: [rank, rank + 4]),
+    "zero bubble": (ScheduleZBVZeroBubble, lambda rank: [rank, 7 - rank]),
+}
+"""Schedules, and the stages of a rank."""
 
 
 def pipeline(rank: int) -> dict[str, Any]:
-    return {
-        schedule.__name__: observe(pipeline_layout(schedule, Stage(rank), rank, 4, None, 1))
-        for schedule in (ScheduleGPipe, Schedule1F1B)
-    }
+    seen = {}
+    for name, (schedule, indices) in PIPELINES.items():
+        models = {index: Stage(index) for index in indices(rank)}
+        seen[name] = observe(pipeline_layout(schedule, models, 4 * len(models), None, 1))
+    return seen
 
 
 def three_dimensional(rank: int) -> dict[str, Any]:
@@ -267,7 +306,7 @@ def three_dimensional(rank: int) -> dict[str, Any]:
     index = mesh.get_local_rank("pp")
     model = Stage(index)
     tensor_parallel(model, mesh, "layers.")
-    return observe(pipeline_layout(ScheduleGPipe, model, index, 2, mesh.get_group("pp"), 4), model)
+    return observe(pipeline_layout(ScheduleGPipe, {index: model}, 2, mesh.get_group("pp"), 4), model)
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +338,7 @@ def test_context_parallel(on_four: dict[str, list[Any]]) -> None:
     check(on_four["context_parallel"], 4)
 
 
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("schedule", PIPELINES)
 def test_pipeline(on_four: dict[str, list[Any]], schedule: str) -> None:
     check([seen[schedule] for seen in on_four["pipeline"]], 4)
 
