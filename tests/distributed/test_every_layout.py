@@ -251,7 +251,11 @@ def others(rank: int) -> dict[str, Any]:
 
 
 def context_parallel(rank: int) -> dict[str, Any]:
-    """Each rank has its part of every sequence, and the same model; the gradients are summed."""
+    """Each rank has its part of every sequence, and the same model; the gradients are summed.
+
+    By hand, since torch 2.13's ``context_parallel`` has no ring attention on the CPU: it hands each rank its part of
+    the sequences, to which attention then stays confined.
+    """
     model = block()
 
     def backward(scaler: Any) -> None:
