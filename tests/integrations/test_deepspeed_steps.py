@@ -24,6 +24,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from distscale import ConfigError, ScaleExhaustedError
+from distscale.bench.counting import Counting
 from distscale.integrations.deepspeed import coordinate
 from ranks import run_ranks
 
@@ -203,20 +204,6 @@ def cost(name: str) -> dict[str, dict[str, int]]:
             "host reads of backward": backward.host_reads,
         }
     return counts
-
-
-class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts all-reduces, and reads of single values by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all_reduces = self.host_reads = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        self.all_reduces += name == "c10d::allreduce_"
-        self.host_reads += name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
-        return func(*args, **(kwargs or {}))
 
 
 def refusals() -> dict[str, str]:
