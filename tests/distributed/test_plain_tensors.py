@@ -226,6 +226,19 @@ def looked_at_again(rank: int) -> dict[str, Any]:
     return seen
 
 
+def kept(rank: int) -> float:
+    """What was told of the first optimizer holds when a second one comes, at whose step all gradients are equal."""
+    params = {"stage": nn.Parameter(torch.ones(4)), "shared": nn.Parameter(torch.ones(4))}
+    optimizers = [AdamW([param], lr=0.0, weight_decay=0.0) for param in params.values()]
+    scaler, _ = counted(init_scale=SCALE, max_norm=float("inf"), names=params)
+    params["stage"].grad = torch.arange(1.0, 5.0).roll(rank) * SCALE
+    run_step(scaler, optimizers[0])
+    for param in params.values():
+        param.grad = torch.full((4,), SCALE)
+    norm: float = run_step(scaler, *optimizers).grad_norm
+    return norm
+
+
 def never_told(rank: int) -> int:
     """A gradient that never comes: how often ranks look for it."""
     params = {"used": nn.Parameter(torch.ones(4)), "unused": nn.Parameter(torch.ones(4))}
@@ -279,7 +292,7 @@ CASES: list[Callable[[int], Any]] = [
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[Any]]:
-    return results_by_case([*CASES, fsdp1, looked_at_again, never_told], WORLD_SIZE)
+    return results_by_case([*CASES, fsdp1, looked_at_again, kept, never_told], WORLD_SIZE)
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
@@ -304,3 +317,7 @@ def test_the_first_gradients_that_are_there_tell(results: dict[str, list[Any]], 
 
 def test_ranks_do_not_look_for_ever(results: dict[str, list[Any]]) -> None:
     assert results["never_told"] == [32] * WORLD_SIZE
+
+
+def test_what_was_told_is_kept(results: dict[str, list[Any]]) -> None:
+    assert results["kept"] == [pytest.approx((WORLD_SIZE * 4 + 4) ** 0.5, rel=1e-6)] * WORLD_SIZE
