@@ -1,5 +1,6 @@
 """One consistent loss scale and one skip decision across all ranks."""
 
+from distscale.connect import init_distributed as init_distributed
 from distscale.errors import ConfigError as ConfigError
 from distscale.errors import DesyncError as DesyncError
 from distscale.errors import DistScaleError as DistScaleError
@@ -21,8 +22,13 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    if name == "deepspeed_initialize":  # imported when asked for: it is of no use to others
+    # Imported when asked for: they are of no use to others.
+    if name == "deepspeed_initialize":
         from distscale.integrations.deepspeed import deepspeed_initialize
 
         return deepspeed_initialize
+    if name == "MpiReducer":
+        from distscale.mpi import MpiReducer
+
+        return MpiReducer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

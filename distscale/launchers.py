@@ -1,0 +1,176 @@
+"""What each launcher says of a process that it started, and whose word counts.
+
+=========  ==========================================================================================================
+launcher   rank, ranks in all, rank on the node, ranks on the node
+=========  ==========================================================================================================
+torchrun   ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, beside ``TORCHELASTIC_RUN_ID``
+deepspeed  the same, but ``LOCAL_SIZE`` for the last, beside ``CROSS_RANK``
+variables  the same as torchrun's, set by somebody else
+openmpi    ``OMPI_COMM_WORLD_RANK``, ``OMPI_COMM_WORLD_SIZE``, ``OMPI_COMM_WORLD_LOCAL_RANK``, ``..._LOCAL_SIZE``
+mpich      ``PMI_RANK``, ``PMI_SIZE``, ``MPI_LOCALRANKID``, ``MPI_LOCALNRANKS``: Hydra, of MPICH, Intel MPI and others
+srun       ``SLURM_PROCID``, ``SLURM_NTASKS``, ``SLURM_LOCALID``, and of ``SLURM_STEP_TASKS_PER_NODE`` its node's
+=========  ==========================================================================================================
+
+**Launchers nest.** srun starts one torchrun, or one daemon of mpirun, a node, and these start the ranks. So torchrun's
+word outranks mpirun's, and mpirun's that of srun, which then speaks of the parent. What SLURM says of a batch script
+(there is no ``SLURM_STEP_ID`` then, or none of srun's) is about the script alone, and counts for nothing.
+
+**All else must agree.** torchrun's variables that torchrun did not set (a wrapper exported them), and the ``PMI_*``
+that srun sets with ``--mpi=pmi2``, may add to what the launcher says, not contradict it. Nor may a torchrun be nested
+in an srun or mpirun that has one task for each rank, not for each torchrun: then one of them is left over from another
+job, as when a rank submits a job, whose environment ``sbatch`` hands on, or each torchrun believes itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from distscale.errors import ConfigError
+from distscale.nodelist import tasks_of_node
+
+__all__ = ["NEEDED", "Word", "claims_of", "half_set", "innermost", "number"]
+
+NEEDED = ("rank", "world_size", "local_rank", "local_world_size")
+"""What must be known of a process that is not alone."""
+_TORCH = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
+_SLURM = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
+_VARIABLES = {
+    "torchrun": _TORCH
+    | {"local_world_size": "LOCAL_WORLD_SIZE", "node": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"},
+    "deepspeed": _TORCH | {"local_world_size": "LOCAL_SIZE", "node": "CROSS_RANK", "num_nodes": "CROSS_SIZE"},
+    "openmpi": {
+        "rank": "OMPI_COMM_WORLD_RANK",
+        "world_size": "OMPI_COMM_WORLD_SIZE",
+        "local_rank": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    },
+    "mpich": {
+        "rank": "PMI_RANK",
+        "world_size": "PMI_SIZE",
+        "local_rank": "MPI_LOCALRANKID",
+        "local_world_size": "MPI_LOCALNRANKS",
+    },
+    "srun": _SLURM | {"node": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES"},
+}
+_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
+_MAY_BE_STARTED_BY = {
+    "torchrun": ("openmpi", "mpich", "srun"),
+    "deepspeed": ("openmpi", "mpich", "srun"),
+    "openmpi": ("srun",),
+    "mpich": ("srun",),
+}
+# slurm.h: ids from here on are of batch scripts, interactive shells and other steps without tasks of srun's.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+class Word(NamedTuple):
+    """One thing that one variable says."""
+
+    variable: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.variable}={self.value}"
+
+
+class Claim(NamedTuple):
+    """What one launcher says of this process, by the field of ``Environment``."""
+
+    launcher: str
+    words: Mapping[str, Word]
+    is_starter: bool = True
+    """Whether it certainly started this process or a parent of it; if not, it must agree with whoever did."""
+
+
+def claims_of(environ: Mapping[str, str]) -> list[Claim]:
+    """Returns everything that is said, the launcher first that is the innermost where they nest."""
+    claims = []
+    is_torchrun = "TORCHELASTIC_RUN_ID" in environ
+    is_deepspeed = "CROSS_RANK" in environ and not is_torchrun
+    if words := _words(environ, "deepspeed" if is_deepspeed else "torchrun"):
+        launcher = "torchrun" if is_torchrun else "deepspeed" if is_deepspeed else "variables"
+        claims.append(Claim(launcher, words, is_torchrun or is_deepspeed))
+    if words := _words(environ, "openmpi"):
+        claims.append(Claim("openmpi", words))
+    if words := _words(environ, "mpich"):
+        claims.append(Claim("mpich", words, "MPI_LOCALRANKID" in environ))
+    step = environ.get("SLURM_STEP_ID", "")
+    if step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP:
+        words = _words(environ, "srun")
+        if "node" in words and _TASKS_PER_NODE in environ:
+            tasks = tasks_of_node(environ[_TASKS_PER_NODE], number(words["node"]))
+            words["local_world_size"] = Word(_TASKS_PER_NODE, str(tasks))
+        claims.append(Claim("srun", words))
+    return claims
+
+
+def innermost(claims: Iterable[Claim]) -> tuple[str, dict[str, Word]]:
+    """Returns the launcher that started this process, and its words with those that agree with them.
+
+    Raises:
+        ConfigError: if two contradict each other.
+    """
+    words: dict[str, Word] = {}
+    hearsay, starter = "none", None
+    for claim in claims:
+        if starter is None:
+            _must_agree(words, claim.words)
+            words = {**claim.words, **words}
+            if claim.is_starter:
+                starter = claim
+            elif hearsay == "none":
+                hearsay = claim.launcher
+        elif claim.launcher not in _MAY_BE_STARTED_BY[starter.launcher] or _is_one_task_a_rank(starter, claim):
+            _must_agree(starter.words, claim.words)
+    if starter is not None:
+        return starter.launcher, words
+    if words.keys() & {"rank", "world_size"}:
+        return hearsay, words
+    # The others say nothing that is of use alone, such as the LOCAL_RANK=0 that some libraries set.
+    alone = {field: Word("no launcher, hence its " + field, str(int("size" in field))) for field in NEEDED}
+    _must_agree(words, alone)
+    return "none", alone
+
+
+def half_set(launcher: str, words: Mapping[str, Word], missing: Iterable[str]) -> ConfigError:
+    """Returns the error for a launcher's words that lack some."""
+    names = _VARIABLES.get(launcher, _VARIABLES["torchrun"])
+    lacking = " and ".join(names.get(field, _TASKS_PER_NODE) for field in missing)
+    return ConfigError(
+        f"the environment of this process is half set: there is {', '.join(map(str, words.values()))}, "
+        f"but no {lacking}; set all of them or none"
+    )
+
+
+def number(word: Word) -> int:
+    """Returns the value of a variable as a number. Raises: ConfigError."""
+    text = word.value.strip()
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError(f"{word.variable}={word.value!r} is not a number; set it to one, or unset it")
+    return int(text)
+
+
+def _words(environ: Mapping[str, str], launcher: str) -> dict[str, Word]:
+    names = _VARIABLES[launcher]
+    return {field: Word(name, environ[name]) for field, name in names.items() if name in environ}
+
+
+def _is_one_task_a_rank(inner: Claim, outer: Claim) -> bool:
+    """Whether ``outer`` has a task for each rank of a torchrun, and not one for each torchrun."""
+    said = (inner.words.get("world_size"), inner.words.get("num_nodes"), outer.words.get("world_size"))
+    if None in said:
+        return False
+    num_ranks, num_agents, num_tasks = (word.value.strip() for word in said if word is not None)
+    return num_ranks == num_tasks != num_agents
+
+
+def _must_agree(words: Mapping[str, Word], others: Mapping[str, Word]) -> None:
+    for field, word in words.items():
+        other = others.get(field, word)
+        if word.value.strip() != other.value.strip():
+            raise ConfigError(
+                f"the environment contradicts itself on the {field} of this process: {word}, but {other}. "
+                f"There is {', '.join(map(str, words.values()))} against {', '.join(map(str, others.values()))}; "
+                "unset those that are left over from another job"
+            )
