@@ -41,6 +41,8 @@ app = typer.Typer(
     help="One loss scale and one skip decision for all ranks: what is in use on this machine, how fast it is, and the "
     "settings of other trainers, converted.",
 )
+slurm = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Batch scripts for SLURM.")
+app.add_typer(slurm, name="slurm")
 
 
 def main() -> None:
@@ -196,11 +198,47 @@ def convert(
         )
     for note in [*([] if source else [f"{where} was read as {result.source}"]), *result.notes]:
         print(f"note: {note}", file=sys.stderr)
+    _write(result.text, output)
+
+
+@slurm.command()
+def render(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The TOML file of the run.")],
+    kind: Annotated[
+        Literal["torchrun", "srun", "preflight"],
+        typer.Option(help="What srun starts: one torchrun a node, one task a rank, or a check in place of each."),
+    ] = "torchrun",
+    deepspeed: Annotated[str | None, typer.Option(metavar="JSON", help="Train in a DeepSpeed engine.")] = None,
+    account: Annotated[str, typer.Option(help="Who pays.")] = "ACCOUNT",
+    partition: Annotated[str, typer.Option(help="Where it runs.")] = "PARTITION",
+    nodes: Annotated[int, typer.Option(min=1, help="How many.")] = 2,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="One a GPU; with --cpu, processes.")] = 8,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on CPUs.")] = False,
+    time: Annotated[str | None, typer.Option(help="Limit, like 12:00:00; default: the partition's.")] = None,
+    max_requeues: Annotated[int, typer.Option(min=0, help="How often the job may be put back.")] = 20,
+    output: Annotated[str | None, typer.Option("--output", metavar="FILE", help="Write there, not to stdout.")] = None,
+) -> None:
+    """Write a batch script that pretrains with CONFIG, saves before its time is up, is requeued and goes on.
+
+    Account, partition and nodes stand at its top, to be edited. Submit it from the root of the repository.
+    """
+    from distscale.config import load_config  # needs the extra train
+    from distscale.slurm import Job
+    from distscale.slurm import render as rendered
+
+    if deepspeed is not None and not Path(deepspeed).is_file():
+        raise ConfigError(f"--deepspeed {deepspeed} is no file; give the path of a JSON file")
+    name = load_config(config).run.name
+    job = Job(name, config, kind, deepspeed, account, partition, nodes, ranks_per_node, cpu, time, max_requeues)
+    _write(rendered(job), output)
+
+
+def _write(text: str, output: str | None) -> None:
     if output is None:
-        print(result.text, end="")
+        print(text, end="")
         return
     try:
-        Path(output).write_text(result.text, encoding="utf-8")
+        Path(output).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"the result cannot be written to {output}: {error.strerror}") from error
 

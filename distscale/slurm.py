@@ -1,0 +1,242 @@
+"""Batch scripts for SLURM, written from the settings of a job. The scripts in ``slurm/`` are what this gives."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from distscale.errors import ConfigError
+
+__all__ = ["Job", "Kind", "render"]
+
+Kind = Literal["torchrun", "srun", "preflight"]
+"""What srun starts: one torchrun a node, one rank a GPU, or ``distscale check`` in place of every rank."""
+
+_WARNING_S = 300  # from SLURM's warning to the end of the time: for the step in progress and a checkpoint
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*")
+_TIME = re.compile(r"\d+(-\d+(:\d\d){0,2}|(:\d\d){0,2})")  # of SLURM: 90, 90:00, 12:00:00, 2-12, 2-12:00
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a batch script is written from.
+
+    Raises:
+        ConfigError: for a value that SLURM would not take.
+    """
+
+    name: str
+    """Of the job, and of its logs."""
+    config: str
+    """Path of the TOML file, from the root of the repository."""
+    kind: Kind = "torchrun"
+    deepspeed: str | None = None
+    """Path of the JSON file of a DeepSpeed engine."""
+    account: str = "ACCOUNT"
+    partition: str = "PARTITION"
+    nodes: int = 2
+    ranks_per_node: int = 8
+    """GPUs of a node; with ``cpu``, processes."""
+    cpu: bool = False
+    """Train on CPUs: no GPU is asked for."""
+    time: str | None = None
+    """Time limit in SLURM's form; None: that of the partition."""
+    max_requeues: int = 20
+
+    def __post_init__(self) -> None:
+        for key in ("name", "account", "partition"):
+            if not _NAME.fullmatch(getattr(self, key)):
+                raise ConfigError(f"{key} = {getattr(self, key)!r} is no name that SLURM takes; use letters and digits")
+        for key, lowest in (("nodes", 1), ("ranks_per_node", 1), ("max_requeues", 0)):
+            if getattr(self, key) < lowest:
+                raise ConfigError(f"{key} = {getattr(self, key)} must be at least {lowest}")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise ConfigError(f"time = {self.time!r} is no time limit; write one like 90 (minutes) or 2-12:00")
+        if self.kind == "preflight" and self.deepspeed is not None:
+            raise ConfigError("a preflight trains nothing, so it takes no DeepSpeed config; leave deepspeed out")
+        for path in (self.config, self.deepspeed or ""):
+            if not path.isprintable():
+                raise ConfigError(f"the path {path!r} cannot stand in a script; rename it")
+
+
+def render(job: Job) -> str:
+    """Returns the text of a batch script; equal jobs give equal texts."""
+    trains = job.kind != "preflight"
+    ranks = str(job.ranks_per_node) if job.cpu else "${SLURM_GPUS_ON_NODE:?SLURM gave this job no GPU}"
+    values = []
+    if trains:
+        engine = f" --deepspeed {shlex.quote(job.deepspeed)}" if job.deepspeed else ""
+        values += [f"config={shlex.quote(job.config)}", f'arguments=("$config"{engine} "$@")']
+        values += [f"max_requeues={job.max_requeues}"]
+    values += [f"ranks={ranks} # a node"]
+    start = {"torchrun": _TORCHRUN, "srun": _SRUN, "preflight": _PREFLIGHT}[job.kind]
+    parts = [_header(job), "set -euo pipefail\n", "\n".join(values) + "\n", _PLACE]
+    return "\n".join([*parts, _CHECK, _RESUME, start + _WAIT, _REQUEUE] if trains else [*parts, start])
+
+
+def _header(job: Job) -> str:
+    trains = job.kind != "preflight"
+    directives = [
+        *([] if job.cpu else [f"gpus-per-node={job.ranks_per_node}"]),
+        f"job-name={job.name}" if trains else f"job-name={job.name}_preflight",
+        "exclusive",
+        "mem=0",
+        *([f"time={job.time}"] if job.time else []),
+        *([f"signal=B:USR2@{_WARNING_S}", "requeue"] if trains else []),
+        "output=slurm/logs/%x-%j.log",
+        "open-mode=append",
+    ]
+    what = {
+        "torchrun": "Pretrains on all nodes, one torchrun a node.",
+        "srun": "Pretrains on all nodes, one task a rank.",
+        "preflight": "Runs `distscale check` in place of every rank.",
+    }[job.kind]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"#SBATCH --account={job.account}",
+        f"#SBATCH --partition={job.partition}",
+        f"#SBATCH --nodes={job.nodes}",
+        "# The three lines above are yours to edit; the rest is what this writes:",
+        "#",
+        f"#   {_command(job)}",
+        "#",
+        *(f"#SBATCH --{directive}" for directive in directives),
+        "#",
+        f"# {what} To be submitted from the root of the repository, on a file system that",
+        "# all nodes share. Output goes to slurm/logs: a file of the job, and one of each node.",
+    ]
+    return "\n".join(lines) + "\n" + (_ABOUT_STOPS if trains else "")
+
+
+def _command(job: Job) -> str:
+    """The command line that gives this script but for what the user edits in it."""
+    words = ["distscale", "slurm", "render", job.config]
+    words += ["--kind", job.kind] if job.kind != Job.kind else []
+    words += ["--deepspeed", job.deepspeed] if job.deepspeed else []
+    words += ["--cpu"] if job.cpu else []
+    words += ["--ranks-per-node", str(job.ranks_per_node)] if job.ranks_per_node != Job.ranks_per_node else []
+    words += ["--time", job.time] if job.time else []
+    words += ["--max-requeues", str(job.max_requeues)] if job.max_requeues != Job.max_requeues else []
+    return shlex.join(words)
+
+
+_ABOUT_STOPS = f"""\
+#
+#   sbatch SCRIPT [--resume]    # a new run, or on from the newest checkpoint
+#   scancel JOB                 # saves, and ends for good
+#
+# {_WARNING_S // 60} minutes before the time is up SLURM sends USR2: the run saves, and the job goes back into the queue,
+# to go on bitwise as if never stopped. After a failure it does so if this start has made a checkpoint.
+"""
+
+_PLACE = """\
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+[[ -f launch/pretrain.py && -d slurm/logs ]] || fail "$PWD is not the root of the repository; submit from there"
+[[ -x .venv/bin/python ]] && PATH=$PWD/.venv/bin:$PATH
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+log=$PWD/slurm/logs/$SLURM_JOB_NAME-$SLURM_JOB_ID
+
+start() { # TASKS_PER_NODE COMMAND...
+    # In the background there is no shell between, which SLURM's TERM would end before the ranks have saved.
+    exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$1" --ntasks=$((SLURM_JOB_NUM_NODES * $1)) \\
+        --cpus-per-task=$((SLURM_CPUS_ON_NODE > $1 ? SLURM_CPUS_ON_NODE / $1 : 1)) --kill-on-bad-exit=1 \\
+        --output="$log-%N.log" --open-mode=append "${@:2}"
+}
+"""
+
+_CHECK = """\
+for word; do
+    [[ $word == --resume ]] || fail "$word: there is only --resume; settings are in $config"
+done
+restarts=${SLURM_RESTART_COUNT:-0}
+# A mistake is told once, before any rank starts.
+((restarts)) || python launch/pretrain.py --check "${arguments[@]}" >/dev/null
+folder='import sys; from distscale.config import load_config; print(load_config(sys.argv[1]).folder)'
+run=$(python -c "$folder" "$config")
+
+# The ranks look for this file, and agree at which step they stop.
+export DISTSCALE_STOP_FILE=$log.stop
+rm -f "$DISTSCALE_STOP_FILE"
+stop() {
+    touch "$DISTSCALE_STOP_FILE"
+    echo "stopping: the run saves after this step"
+}
+is_cancelled=
+trap stop USR2
+trap 'is_cancelled=1; stop' TERM
+"""
+
+_RESUME = """\
+# What is older than the job is of another run of this name.
+begun=$log.begun
+((restarts)) || touch "$begun"
+is_complete() { [[ $run/summary.json -nt $begun ]]; }
+checkpoints() { find "$run/checkpoints" -maxdepth 1 -name 'step_*' -newer "$begun" 2>/dev/null || true; }
+saved=$(checkpoints)
+if ((restarts)); then
+    is_complete && exit 0
+    # By this the program knows that it is to go on; there is nothing of this job to go on from.
+    [[ -n $saved ]] || unset SLURM_RESTART_COUNT
+fi
+"""
+
+_HEAD = """\
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+port=$((10000 + SLURM_JOB_ID % 20000))
+"""
+
+_TORCHRUN = (
+    _HEAD
+    + """\
+# A torchrun that is left over from before a requeue is of another rendezvous.
+export RENDEZVOUS="--rdzv-backend=c10d --rdzv-endpoint=$head:$port --rdzv-id=$SLURM_JOB_ID.$restarts"
+# shellcheck disable=SC2016 # each node is to expand it
+start 1 bash -c '
+    is_host=$((SLURM_NODEID == 0)) # torchrun would guess it from host names
+    exec torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$1" $RENDEZVOUS --rdzv-conf="is_host=$is_host" "${@:2}"
+' - "$ranks" launch/pretrain.py "${arguments[@]}" &
+"""
+)
+
+_SRUN = """\
+start "$ranks" python launch/pretrain.py "${arguments[@]}" &
+"""
+
+_PREFLIGHT = """\
+start "$ranks" distscale check
+"""
+
+_WAIT = """\
+srun=$!
+# A trapped signal ends the wait, not the step; once that has ended, wait tells its exit code again.
+while kill -0 "$srun" 2>/dev/null; do wait "$srun" || true; done
+code=0
+wait "$srun" || code=$?
+"""
+
+_REQUEUE = """\
+if is_complete; then
+    rm -f "$begun" "$DISTSCALE_STOP_FILE"
+    exit "$code"
+fi
+[[ -z $is_cancelled ]] || exit "$code"
+if ((code == 0)); then
+    echo "the run was stopped, and has saved"
+elif [[ $(checkpoints) != "$saved" ]]; then
+    echo "the run failed with exit code $code, after a new checkpoint"
+else
+    echo "error: the run failed with exit code $code, and has saved nothing new; it is not tried again" >&2
+    exit "$code"
+fi
+if ((restarts >= max_requeues)); then
+    echo "error: the job was requeued $restarts times; submit it with --resume to go on" >&2
+    exit 1
+fi
+echo "requeued, $((restarts + 1)) of at most $max_requeues times"
+scontrol requeue "$SLURM_JOB_ID"
+"""
