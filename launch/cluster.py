@@ -106,7 +106,7 @@ class Cluster:
 
 
 class StopRequest:
-    """Whether this process was asked to save and end: by SIGINT, by SIGTERM, or by a stop file.
+    """Whether this process was asked to save and end: by SIGINT, SIGTERM, SIGUSR2 or a stop file.
 
     The handler only takes a note, since a signal can arrive in the middle of a collective; the ranks agree at
     the next step. A second signal ends the process at once.
@@ -120,8 +120,8 @@ class StopRequest:
         self._since: float | None = None
 
     def install(self) -> None:
-        """Takes over SIGINT and SIGTERM."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        """Takes over the three signals; SIGUSR2 is SLURM's warning before the time is up."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._note)
 
     def is_made(self) -> bool:
