@@ -127,8 +127,8 @@ _ABOUT_STOPS = f"""\
 #   sbatch SCRIPT [--resume]    # a new run, or on from the newest checkpoint
 #   scancel JOB                 # saves, and ends for good
 #
-# {_WARNING_S // 60} minutes before the time is up SLURM sends USR2: the run saves, and the job goes back into the queue,
-# to go on bitwise as if never stopped. After a failure it does so if this start has made a checkpoint.
+# {_WARNING_S // 60} minutes before the time is up SLURM sends USR2: the run saves, and the job goes back into the queue
+# and on bitwise as if never stopped. After a failure it does so if this start has made a checkpoint.
 """
 
 _PLACE = """\
