@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher import find_peers
+from distscale import init_distributed
+from distscale.connect import device_of_rank
+from distscale.env import Environment
 
 __all__ = ["Cluster", "StopRequest", "default_num_ranks", "leave_last_words"]
 
@@ -38,26 +39,26 @@ def leave_last_words(sentence: str) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of this process, from torchrun's variables; a process without them is alone."""
+    """This process among the ranks of the job, and its device."""
 
-    rank: int
-    local_rank: int
-    world_size: int
+    environment: Environment
     device: torch.device
 
     @classmethod
-    def from_environment(cls) -> Cluster:
-        """Reads the environment and sets the number of threads; talks to nobody."""
-        rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        # NCCL cannot share a GPU between ranks, so with too few of them the run is one on CPUs.
-        if 0 < local_world_size <= torch.cuda.device_count():
-            device = torch.device("cuda", local_rank)
-        else:
-            device = torch.device("cpu")
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
-        return cls(rank, local_rank, world_size, device)
+    def from_environment(cls, environment: Environment) -> Cluster:
+        """Chooses the device and sets the number of threads; talks to nobody."""
+        device = device_of_rank(environment)
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // environment.local_world_size))
+        return cls(environment, device)
+
+    @property
+    def rank(self) -> int:
+        return self.environment.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.environment.world_size
 
     def connect(self, timeout_s: float) -> None:
         """Makes the process group of all ranks. Collective: yes.
@@ -66,21 +67,22 @@ class Cluster:
             timeout_s: after which a collective that lacks a rank fails.
 
         Raises:
-            ConfigError: if mpirun has started the ranks, and they lack what they would find each other by.
+            ConfigError: if the ranks cannot find each other.
+            ProtocolError: if not all of them came in time.
         """
-        find_peers(self.device)
         if self.device.type == "cuda":
             # A resumed run must repeat the sums of the uninterrupted one bit by bit.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False
-            torch.cuda.set_device(self.device)
-        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
-        if "RANK" not in os.environ:
-            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        if self.device.type == "cuda":
-            options["device_id"] = self.device
-        dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", **options)
+        # mpirun gives no address to meet at when there are several nodes.
+        by_mpi = self.environment.launcher in ("openmpi", "mpich") and self.environment.head_address is None
+        init_distributed(timeout_s=timeout_s, device=self.device, ask_mpi=by_mpi)
+        if by_mpi:
+            from mpi4py import MPI
+
+            # That was all, and mpirun takes a process that ends without this for one that has crashed.
+            MPI.Finalize()
 
     def disconnect(self) -> None:
         """Ends the process group. Collective: yes."""

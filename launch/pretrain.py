@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 launch/pretrain.py configs/fsdp2_fp16.toml [--resume] [--compare]
     deepspeed --num_gpus 2 launch/pretrain.py configs/deepspeed.toml --deepspeed configs/deepspeed_zero2.json
-    mpirun -n 2 python launch/pretrain.py configs/deepspeed.toml --deepspeed configs/deepspeed_zero2.json
+    mpirun -n 2 python launch/pretrain.py configs/fsdp2_fp16.toml
+    srun -n 2 python launch/pretrain.py configs/fsdp2_fp16.toml
 
 Writes config.toml, steps.jsonl, checkpoints and summary.json to runs/<name>. SIGINT, SIGTERM, or a file at the
 path in DISTSCALE_STOP_FILE make it save and end. Exit code: 0 passed or stopped, 1 failed, 2 wrong call.
@@ -26,8 +27,8 @@ try:
     from data import Text, load_text
     from distscale import ConfigError, DistScaleError, ProtocolError
     from distscale.config import Config, load_config
+    from distscale.env import Environment, read_environment
     from engine_config import engine_config
-    from launcher import adopt_place
     from lock import RunLock
     from resume import ResumePoint, resume_point
 except ModuleNotFoundError as missing:
@@ -62,7 +63,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def check(options: argparse.Namespace) -> tuple[Config, dict[str, Any] | None, Text, ResumePoint | None]:
+def check(
+    options: argparse.Namespace, environment: Environment
+) -> tuple[Config, dict[str, Any] | None, Text, ResumePoint | None]:
     """Finds every mistake that can be found without the other ranks.
 
     Raises:
@@ -73,7 +76,7 @@ def check(options: argparse.Namespace) -> tuple[Config, dict[str, Any] | None, T
     if options.deepspeed:
         if options.compare:
             raise ConfigError("--compare changes the precision, which with --deepspeed the JSON says; leave it out")
-        world_size = None if options.check else int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = None if options.check else environment.world_size
         engine = engine_config(options.deepspeed, config, world_size)
     text = load_text(config)
     return config, engine, text, resume_point(config, text, options.compare, engine) if options.resume else None
@@ -82,14 +85,16 @@ def check(options: argparse.Namespace) -> tuple[Config, dict[str, Any] | None, T
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code if nothing was started; ends the process by itself otherwise."""
     options = parse(arguments)
-    adopt_place()
-    is_speaker = os.environ.get("LOCAL_RANK", "0") == "0"
+    environment = Environment()
     try:
-        config, engine, text, resumed = check(options)
+        if not options.check:
+            environment = read_environment(os.environ)
+        config, engine, text, resumed = check(options, environment)
         # Tried before torchrun starts, so that the mistake is told once, and held by rank 0 to the end.
-        lock = RunLock(config.folder) if options.check or os.environ.get("RANK", "0") == "0" else None
+        lock = RunLock(config.folder) if options.check or environment.rank == 0 else None
     except ConfigError as error:
-        if is_speaker:
+        # The first rank of a machine says it for all.
+        if environment.local_rank == 0:
             print(f"error: {error}", file=sys.stderr)
             leave_last_words(f"error: {error}")
         return USAGE_ERROR
@@ -101,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     # Takes seconds, and a mistaken call need not wait for it.
     from session import Session
 
-    cluster = Cluster.from_environment()
+    cluster = Cluster.from_environment(environment)
     session = Session(options, config, engine, text, resumed, cluster)
     try:
         code = session.run()

@@ -206,6 +206,6 @@ class Session:
         settings = "".join(f" --set {shlex.quote(setting)}" for setting in self.options.set)
         compare = " --compare" if self.options.compare else ""
         # The wrapper says how it was called, since torchrun may not be on the user's path.
-        start = os.environ.get(LAUNCHER_VARIABLE) or call_of_launcher(sys.argv[0], self.cluster.world_size)
+        start = os.environ.get(LAUNCHER_VARIABLE) or call_of_launcher(sys.argv[0], self.cluster.environment)
         engine = f" --deepspeed {shlex.quote(self.options.deepspeed)}" if self.engine is not None else ""
         return f"{start} {self.options.config}{engine} --resume{compare}{settings}"

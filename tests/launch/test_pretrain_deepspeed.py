@@ -22,6 +22,7 @@ from cluster import Cluster
 from data import load_text
 from distscale import StepReport
 from distscale.config import load_config
+from distscale.env import Environment
 from engine_config import engine_config
 from ranks import run_ranks
 
@@ -181,7 +182,7 @@ def train_and_resume(rank: int, folder: Path, stage: str) -> list[Trajectory]:
     places = ["run.name=zero" + stage, f"run.out={folder}", f"data.path={folder}/text.txt"]
     config = load_config(folder / "tiny.toml", places)
     engine = engine_config(str(shipped(stage)), config, 2)
-    text, cluster = load_text(config), Cluster(rank, rank, 2, torch.device("cpu"))
+    text, cluster = load_text(config), Cluster(Environment(rank, rank, 2, 2), torch.device("cpu"))
     trajectories = []
     for start_at in (0, *SAVED_STEPS):
         trainer = DeepSpeedTrainer(config, engine, text, cluster)
@@ -258,7 +259,8 @@ def test_contradictions_and_mistakes_are_one_sentence_and_exit_code_2(
     sentence: str,
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for variable, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(variable, value)
     engine = json.loads(shipped("2").read_text()) | changes
     (folder / "bad.json").write_text(json.dumps(engine), encoding="utf-8")
     assert pretrain.main(["tiny.toml", "--deepspeed", "bad.json", *arguments]) == 2
