@@ -60,7 +60,7 @@ class Holders(NamedTuple):
     """What there is to know of replicas, at a time."""
 
     by_rank: list[dict[str, int]]
-    """For every rank and each of its tensors, how many ranks hold that gradient or a piece of it."""
+    """For every rank and each of its tensors, how many ranks hold that gradient, as it is now, or a piece of it."""
     are_final: bool
     """False if some tensors count as copies by their values alone, for want of gradients."""
 
@@ -122,9 +122,12 @@ def count_holders(looks_by_rank: Sequence[Mapping[str, Look]]) -> Holders:
     for (name, _), tensors in like.items():
         for copies in _copies([[seen for _, seen in tensor] for tensor in tensors]):
             held = [piece for index in copies for piece in tensors[index]]
-            for rank, _ in held:
-                by_rank[rank][name] = len(held)
             are_final &= len(copies) == 1 or all(seen.is_whole for _, seen in held)
+            # What has no gradient adds nothing to a norm, to which what has one then adds all of it.
+            told = [index for index in copies if all(seen.is_whole for _, seen in tensors[index])]
+            for group in (held, [piece for index in told for piece in tensors[index]]):
+                for rank, _ in group:
+                    by_rank[rank][name] = len(group)
     return Holders(by_rank, are_final)
 
 

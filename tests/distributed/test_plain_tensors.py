@@ -239,6 +239,14 @@ def kept(rank: int) -> float:
     return norm
 
 
+def one_without_a_gradient(rank: int) -> tuple[Any, Any]:
+    """Norms of stages, at the first step of which one has none: it is no copy of another's."""
+    param = nn.Parameter(torch.ones(4))
+    if rank:
+        param.grad = torch.arange(1.0, 5.0).roll(rank) * SCALE
+    return measured([param], {"norm": param}), over_ranks(square([param])) ** 0.5
+
+
 def never_told(rank: int) -> int:
     """A gradient that never comes: how often ranks look for it."""
     params = {"used": nn.Parameter(torch.ones(4)), "unused": nn.Parameter(torch.ones(4))}
@@ -287,6 +295,7 @@ CASES: list[Callable[[int], Any]] = [
     upcycled_experts,
     norms_stepped_first,
     replicas_apart_in_the_last_bits,
+    one_without_a_gradient,
 ]
 
 

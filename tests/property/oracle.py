@@ -377,6 +377,8 @@ class Oracle(Holdings):
                 copies = [place for place in left if seen[left[0]].is_like(seen[place])]
                 are_final &= len(copies) == 1 or not any(seen[place].lacks_gradient for place in copies)
                 holders |= dict.fromkeys(copies, len(copies))
+                told = [place for place in copies if not seen[place].lacks_gradient]
+                holders |= dict.fromkeys(told, len(told))
                 left = [place for place in left if place not in copies]
         return holders, are_final
 
