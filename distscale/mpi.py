@@ -147,7 +147,7 @@ class MpiReducer:
 
 
 def environment_from_mpi(environ: Mapping[str, str]) -> Environment:
-    """Returns what MPI says of this process, and what ``environ`` adds to it; rank 0 finds the port.
+    """Returns what ``environ`` says of this process, and what MPI adds to it; rank 0 finds the port.
 
     Collective: yes. Syncs host: yes.
 
@@ -162,20 +162,20 @@ def environment_from_mpi(environ: Mapping[str, str]) -> Environment:
     leaders = comm.allgather(here.bcast(comm.Get_rank()))
     nodes = sorted(set(leaders))
     address, port = comm.bcast((socket.gethostname(), _free_port()) if comm.Get_rank() == 0 else None)
-    environment = replace(
+    place = replace(
         known,
         rank=comm.Get_rank(),
-        local_rank=here.Get_rank(),
         world_size=comm.Get_size(),
-        local_world_size=here.Get_size(),
         node=nodes.index(leaders[comm.Get_rank()]),
         num_nodes=len(nodes),
         head_address=environ.get("MASTER_ADDR") or ("localhost" if len(nodes) == 1 else address),
         port=known.port if environ.get("MASTER_PORT") and known.port else port,
-        launcher="mpi4py" if known.launcher == "none" else known.launcher,
     )
+    if known.launcher == "none":
+        # mpirun need not number the ranks of a node in the order of their ranks, so what it says itself stays.
+        place = replace(place, launcher="mpi4py", local_rank=here.Get_rank(), local_world_size=here.Get_size())
     here.Free()
-    return environment
+    return place
 
 
 def _reducer_of_all(timeout_s: float) -> MpiReducer:
