@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from distscale.config_errors import sentence
 from distscale.errors import ConfigError
+from distscale.faults import parse_faults
 from distscale.policy import MAX_SCALE, MIN_SCALE
 
 try:
     import tomli_w
-    from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+    from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         f"distscale.config needs {missing.name}, which is not installed: pip install 'distscale[train]'"
@@ -102,6 +103,8 @@ class TrainSection(Section):
     """Batches a rank and validation."""
     checkpoint_every: int = Field(default=100, ge=0)
     """Steps between checkpoints; 0: only at the end or when stopped."""
+    checkpoint_async: bool = False
+    """Write checkpoints while training goes on, from a copy in the memory of the host; the last one is waited for."""
     keep: Count = 2
     """Newest checkpoints to keep."""
     profile_every: int = Field(default=100, ge=0)
@@ -180,6 +183,19 @@ class ScalerSection(Section):
         return self
 
 
+class FaultsSection(Section):
+    """Faults on purpose; see :mod:`distscale.faults`."""
+
+    inject: tuple[str, ...] = Field(default=(), strict=False)
+    """Each as in ``DISTSCALE_FAULTS``, such as "kill step=12 rank=2"; those of the environment come on top."""
+
+    @field_validator("inject")
+    @classmethod
+    def _check(cls, inject: tuple[str, ...]) -> tuple[str, ...]:
+        parse_faults(";".join(inject))
+        return inject
+
+
 class Config(Section):
     """A whole run."""
 
@@ -190,6 +206,7 @@ class Config(Section):
     parallel: ParallelSection = ParallelSection()
     precision: PrecisionSection = PrecisionSection()
     scaler: ScalerSection = ScalerSection()
+    faults: FaultsSection = FaultsSection()
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -198,6 +215,11 @@ class Config(Section):
                 f"train.warmup = {self.train.warmup} is longer than run.steps = {self.run.steps}; shorten it"
             )
         return self
+
+    def saves_at(self, step: int) -> bool:
+        """Whether there is a checkpoint after ``step`` steps, also without a stop."""
+        every = self.train.checkpoint_every
+        return step == self.run.steps or (every > 0 and step > 0 and step % every == 0)
 
     @property
     def folder(self) -> Path:

@@ -72,10 +72,30 @@ def init_distributed(
     if environment.launcher != "none":
         os.environ.update(torch_variables(environment))
     try:
+        if (store := _store_of_this_life(environment, timeout_s)) is not None:
+            options |= {"store": store, "rank": environment.rank, "world_size": environment.world_size}
         dist.init_process_group(backend, **options)
     except (RuntimeError, OSError) as error:
         raise _explained(error, environment, timeout_s) from error
     return environment
+
+
+def _store_of_this_life(environment: Environment, timeout_s: float) -> Any:
+    """The store that torchrun lends the ranks, without what ranks of earlier lives of the job have left in it.
+
+    torch takes what it finds there for its own, and would connect to addresses of dead ranks (pytorch#135712). None if
+    nothing is lent or needed, or on several nodes: there the agents' counts of restarts differ, so that nothing tells
+    lives apart, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, set before torchrun, is the cure.
+    """
+    is_lent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not is_lent or environment.num_nodes > 1 or environment.world_size == 1:
+        return None
+    address, port = environment.head_address, environment.port
+    assert address is not None and port is not None
+    # Both are documented, and in no __all__.
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, port, environment.world_size, False, timeout)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"life_{environment.restart_count}", store)  # type: ignore[attr-defined]
 
 
 def device_of_rank(environment: Environment) -> torch.device:

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-__all__ = ["checkpoints_of", "damage", "move_aside", "save_checkpoint"]
+__all__ = [
+    "checkpoints_of",
+    "clear_partial",
+    "damage",
+    "move_aside",
+    "on_rank_0",
+    "partial_path",
+    "publish",
+    "save_checkpoint",
+]
 
 _NAME = re.compile(r"step_(\d+)")
 _MANIFEST = "manifest.json"
@@ -54,30 +63,46 @@ def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], 
         keep: how many checkpoints stay.
         write: called on all ranks with the folder to write files to, without folders in it.
     """
-    final = folder / "checkpoints" / f"step_{step}"
-    aside = final.with_name(f"partial_{step}")
-    _on_rank_0(lambda: shutil.rmtree(aside, ignore_errors=True))
-    write(aside)
+    on_rank_0(lambda: clear_partial(folder))
+    write(partial_path(folder, step))
+    on_rank_0(lambda: publish(folder, step, keep))
 
-    def publish() -> None:
-        files = sorted(aside.iterdir())
-        for file in files:
-            _sync(file)
-        # Last, so that it stands for the other files.
-        sizes = {file.name: file.stat().st_size for file in files}
-        with (aside / _MANIFEST).open("w", encoding="utf-8") as manifest:
-            json.dump(sizes, manifest, indent=2)
-            manifest.flush()
-            os.fsync(manifest.fileno())
-        _sync(aside)
-        shutil.rmtree(final, ignore_errors=True)
-        aside.rename(final)
-        _sync(final.parent)
-        whole = [path for path in checkpoints_of(folder).values() if not damage(path)]
-        for old in whole[:-keep]:
-            shutil.rmtree(old)
 
-    _on_rank_0(publish)
+def partial_path(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written until it is complete."""
+    return folder / "checkpoints" / f"partial_{step}"
+
+
+def clear_partial(folder: Path) -> None:
+    """Removes what crashes have left of checkpoints that were being written."""
+    for path in (folder / "checkpoints").glob("partial_*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(folder: Path, step: int, keep: int) -> Path:
+    """Brings a written checkpoint to the disk, names it, and removes all whole ones but the newest. Collective: no.
+
+    Raises:
+        OSError: if the disk does not take it; the older ones are then still there.
+    """
+    aside, final = partial_path(folder, step), folder / "checkpoints" / f"step_{step}"
+    files = sorted(aside.iterdir())
+    for file in files:
+        _sync(file)
+    # Last, so that it stands for the other files.
+    sizes = {file.name: file.stat().st_size for file in files}
+    with (aside / _MANIFEST).open("w", encoding="utf-8") as manifest:
+        json.dump(sizes, manifest, indent=2)
+        manifest.flush()
+        os.fsync(manifest.fileno())
+    _sync(aside)
+    shutil.rmtree(final, ignore_errors=True)
+    aside.rename(final)
+    _sync(final.parent)
+    whole = [path for path in checkpoints_of(folder).values() if not damage(path)]
+    for old in whole[:-keep]:
+        shutil.rmtree(old)
+    return final
 
 
 def move_aside(folder: Path) -> Path | None:
@@ -99,8 +124,12 @@ def _sync(path: Path) -> None:
         os.close(number)
 
 
-def _on_rank_0(action: Callable[[], object]) -> None:
-    """Runs ``action`` on rank 0 after all ranks have come here, before any goes on; an error reaches all."""
+def on_rank_0(action: Callable[[], object]) -> None:
+    """Runs ``action`` on rank 0 after all ranks have come here, before any goes on. Collective: yes.
+
+    Raises:
+        OSError: on all ranks, if ``action`` raises one.
+    """
     dist.barrier()
     error: list[str | None] = [None]
     if dist.get_rank() == 0:

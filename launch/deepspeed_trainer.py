@@ -127,6 +127,9 @@ class DeepSpeedTrainer:
 
         save_checkpoint(self.config.folder, self.step, self.config.train.keep, write)
 
+    def finish_saving(self) -> None:
+        """Does nothing: ``save`` has waited."""
+
     def load(self, path: Path) -> None:
         """Restores a checkpoint; from stage 1 on of as many ranks, unless it is universal. Collective: yes.
 

@@ -6,7 +6,8 @@
     srun -n 2 python launch/pretrain.py configs/fsdp2_fp16.toml
 
 Writes config.toml, steps.jsonl, checkpoints and summary.json to runs/<name>. SIGINT, SIGTERM, or a file at the
-path in DISTSCALE_STOP_FILE make it save and end. Exit code: 0 passed or stopped, 1 failed, 2 wrong call.
+path in DISTSCALE_STOP_FILE make it save and end. Exit code: 0 passed or stopped, 1 failed, 2 wrong call. Started again
+by torchrun (--max-restarts) or by SLURM, it goes on from the newest checkpoint by itself.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ try:
     from distscale import ConfigError, DistScaleError, ProtocolError
     from distscale.config import Config, load_config
     from distscale.env import Environment, read_environment
+    from distscale.faults import Fault, check_faults, planned_faults
     from engine_config import engine_config
     from lock import RunLock
     from resume import ResumePoint, resume_point
@@ -65,7 +67,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def check(
     options: argparse.Namespace, environment: Environment
-) -> tuple[Config, dict[str, Any] | None, Text, ResumePoint | None]:
+) -> tuple[Config, dict[str, Any] | None, Text, ResumePoint | None, tuple[Fault, ...]]:
     """Finds every mistake that can be found without the other ranks.
 
     Raises:
@@ -73,13 +75,20 @@ def check(
     """
     config = load_config(options.config, options.set)
     engine = None
+    world_size = None if options.check else environment.world_size
+    faults = planned_faults(config.faults.inject, os.environ)
+    check_faults(faults, config.run.steps, config.saves_at, world_size)
     if options.deepspeed:
         if options.compare:
             raise ConfigError("--compare changes the precision, which with --deepspeed the JSON says; leave it out")
-        world_size = None if options.check else environment.world_size
+        if faults:
+            raise ConfigError("faults are not injected into a DeepSpeed engine; leave them or --deepspeed out")
         engine = engine_config(options.deepspeed, config, world_size)
     text = load_text(config)
-    return config, engine, text, resume_point(config, text, options.compare, engine) if options.resume else None
+    # A run that was started again may lack nothing but its verdict.
+    has_more = options.compare or environment.restart_count > 0
+    resumed = resume_point(config, text, has_more, engine) if options.resume else None
+    return config, engine, text, resumed, faults
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if not options.check:
             environment = read_environment(os.environ)
-        config, engine, text, resumed = check(options, environment)
+        config, engine, text, resumed, faults = check(options, environment)
         # Tried before torchrun starts, so that the mistake is told once, and held by rank 0 to the end.
         lock = RunLock(config.folder) if options.check or environment.rank == 0 else None
     except ConfigError as error:
@@ -107,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     from session import Session
 
     cluster = Cluster.from_environment(environment)
-    session = Session(options, config, engine, text, resumed, cluster)
+    session = Session(options, config, engine, text, resumed, cluster, faults)
     try:
         code = session.run()
         cluster.disconnect()

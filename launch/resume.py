@@ -14,7 +14,7 @@ from distscale import ConfigError
 from distscale.config import Config, changed_keys, load_config
 from engine_config import changed_engine_keys
 
-__all__ = ["ENGINE_FILE", "ResumePoint", "describe", "resume_point"]
+__all__ = ["ENGINE_FILE", "ResumePoint", "can_resume", "describe", "resume_point"]
 
 ENGINE_FILE = "deepspeed.json"
 """Where a run with ``--deepspeed`` keeps that config."""
@@ -29,10 +29,12 @@ FREE_KEYS = frozenset(
         "train.eval_every",
         "train.eval_batches",
         "train.checkpoint_every",
+        "train.checkpoint_async",
         "train.keep",
         "train.profile_every",
         "train.log_every",
         "parallel.timeout_s",
+        "faults.inject",
     }
 )
 
@@ -55,13 +57,18 @@ def describe(text: Text) -> str:
     return json.dumps(identity | {"checksum": text.checksum}) + "\n"
 
 
-def resume_point(config: Config, text: Text, is_compared: bool, engine: Mapping[str, Any] | None = None) -> ResumePoint:
+def can_resume(folder: Path) -> bool:
+    """Whether there is a checkpoint that is whole."""
+    return not all(damage(path) for path in checkpoints_of(folder).values())
+
+
+def resume_point(config: Config, text: Text, has_more: bool, engine: Mapping[str, Any] | None = None) -> ResumePoint:
     """Finds where to go on.
 
     Args:
         config: of this call.
         text: of this call.
-        is_compared: whether there is something to do even if no step is left.
+        has_more: whether there is something to do even if no step is left: a comparison, or a verdict anew.
         engine: the DeepSpeed config of this call, if any.
 
     Raises:
@@ -86,7 +93,7 @@ def resume_point(config: Config, text: Text, is_compared: bool, engine: Mapping[
     if config.run.steps < step:
         raise ConfigError(f"--resume: run.steps = {config.run.steps}, but {step} steps are done; nothing left to train")
     # A run that was stopped after its last step still lacks its verdict.
-    if config.run.steps == step and not is_compared and (folder / "summary.json").exists():
+    if config.run.steps == step and not has_more and (folder / "summary.json").exists():
         raise ConfigError(
             f"--resume: all {step} steps are done, nothing left to train; the results are in {folder}, "
             "and a larger run.steps trains on"

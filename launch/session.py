@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from checkpoints import move_aside
 from cluster import STOP_FILE_VARIABLE, Cluster, StopRequest, leave_last_words
 from data import Text
 from display import Display
-from distscale import JsonlRecord, ScaleExhaustedError
+from distscale import ConfigError, JsonlRecord, ScaleExhaustedError
 from distscale.config import Config, PrecisionSection, ScalerSection, dump_config
+from distscale.faults import Fault
+from distscale.injector import Injector
 from engine_config import dump_settings
 from launcher import call_of_launcher
-from resume import ENGINE_FILE, ResumePoint, describe
+from resume import ENGINE_FILE, ResumePoint, can_resume, describe, resume_point
 from steps import AnyTrainer
 from summary import mean_last_loss, missing_steps, read_record, show, summarize, to_json
 from trainer import Trainer
@@ -42,6 +45,7 @@ class Session:
         text: equal on all ranks.
         resumed: where an earlier run goes on, or None for a new one.
         cluster: not yet connected.
+        faults: to inject, checked.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Session:
         text: Text,
         resumed: ResumePoint | None,
         cluster: Cluster,
+        faults: Sequence[Fault] = (),
     ) -> None:
         self.options = options
         self.config = config
@@ -59,6 +64,8 @@ class Session:
         self.text = text
         self.resumed = resumed
         self.cluster = cluster
+        self.faults = faults
+        self.restart = 0
         self.step = 0
         # Away from a terminal the lines go to a log, which has no width.
         width = None if sys.stdout.isatty() else LOG_WIDTH
@@ -66,9 +73,15 @@ class Session:
         self.stop = StopRequest(os.environ.get(STOP_FILE_VARIABLE, "") if cluster.rank == 0 else "")
 
     def run(self) -> int:
-        """Trains, compares, and judges. Collective: yes. Returns the exit code, the same on all ranks."""
+        """Trains, compares, and judges. Collective: yes. Returns the exit code, the same on all ranks.
+
+        Raises:
+            ConfigError: if the ranks would start at different steps, or a run that was started again cannot go on.
+            DistScaleError, OSError, RuntimeError: as training does.
+        """
         self.stop.install()
         self.cluster.connect(self.config.parallel.timeout_s)
+        self._find_start()
         folder = self.config.folder
         self._prepare(folder)
         trainer = self._new_trainer()
@@ -102,7 +115,8 @@ class Session:
 
     def _new_trainer(self) -> AnyTrainer:
         if self.engine is None:
-            return Trainer(self.config, self.text, self.cluster)
+            injector = Injector(self.faults, self.cluster.rank, self.restart) if self.faults else None
+            return Trainer(self.config, self.text, self.cluster, injector)
         # DeepSpeed takes seconds to import, and may not be installed.
         from deepspeed_trainer import DeepSpeedTrainer
 
@@ -133,10 +147,11 @@ class Session:
                 if train.eval_every and done % train.eval_every == 0 and not (is_last or stops):
                     validation_loss = trainer.evaluate()
                     display.say(f"{title}: step {done}  validation loss {validation_loss:.3f}")
-                if saves and (stops or is_last or (train.checkpoint_every and done % train.checkpoint_every == 0)):
+                if saves and (stops or config.saves_at(done)):
                     trainer.save()
                 if stops and not is_last:
                     break
+            trainer.finish_saving()
         if record:
             record.close()
         return trainer.step >= config.run.steps
@@ -171,6 +186,21 @@ class Session:
                 }
         return results
 
+    def _find_start(self) -> None:
+        """Resumes what was started again, asked or not, and checks that all ranks start alike. Collective: yes."""
+        config = self.config
+        # Each agent of torchrun counts the failures of its own workers alone.
+        self.restart = max(self.cluster.gather(self.cluster.environment.restart_count))
+        if self.restart and not self.resumed and can_resume(config.folder):
+            self.resumed = resume_point(config, self.text, has_more=True, engine=self.engine)
+        # Each rank has looked by itself.
+        steps = self.cluster.gather(self.resumed.step if self.resumed else 0)
+        if len(set(steps)) > 1:
+            told = ", ".join(f"rank {rank} at {step}" for rank, step in enumerate(steps))
+            raise ConfigError(
+                f"the ranks would not start at the same step ({told}); all must see the same folder {config.folder}"
+            )
+
     def _prepare(self, folder: Path) -> None:
         """Makes the folder of the run; an earlier run there is moved, never removed. Collective: yes."""
         if self.console:
@@ -195,6 +225,8 @@ class Session:
                 self._say(f"{self.cluster.world_size} ranks on the CPU, gloo")
             else:
                 self._say(f"{self.cluster.world_size} ranks on GPUs, NCCL")
+            if self.faults:
+                self._say(f"faults to come: {'; '.join(map(str, self.faults))}")
             self._say(f"text: {self.text.source}, {len(self.text.train) + len(self.text.validation):,} tokens")
         dist.barrier()
 

@@ -52,7 +52,10 @@ class AnyTrainer(Protocol):
         """Returns the loss on the validation text in nats a token, the same on all ranks."""
 
     def save(self) -> None:
-        """Writes a checkpoint of the present step."""
+        """Writes a checkpoint of the present step, or starts to."""
+
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint is complete."""
 
     def load(self, path: Path) -> None:
         """Restores a checkpoint."""

@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from checkpoints import save_checkpoint
 from cluster import Cluster
 from data import Text
 from distscale import DistributedGradScaler, ProcessGroupReducer
 from distscale.config import Config
+from distscale.injector import Injector
 from distscale.profile import FORMATS, LossCounts, count_losses
 from gpt import GPT
 from layout import DTYPES, distribute, gradient_sync, new_optimizer
+from saver import Saver
 from steps import Trained, evaluate, learning_rate, micro_batches
 from stopwatch import Stopwatch, TimedReducer, time_optimizer
 
@@ -32,9 +34,13 @@ class Trainer:
         config: of the run.
         text: equal on all ranks.
         cluster: connected.
+        injector: of faults; None for none.
+
+    Raises:
+        ConfigError: if a fault is for a tensor that the model does not have.
     """
 
-    def __init__(self, config: Config, text: Text, cluster: Cluster) -> None:
+    def __init__(self, config: Config, text: Text, cluster: Cluster, injector: Injector | None = None) -> None:
         self.config = config
         self.step = 0
         self.applied = 0
@@ -63,6 +69,11 @@ class Trainer:
             names=self.model,
             **rule,
         )
+        self._injector = injector
+        self._params = dict(self.model.named_parameters())
+        if injector:
+            injector.check_tensors(self._params)
+        self._saver = Saver(config, injector)
 
     @property
     def agrees_on_stops(self) -> bool:
@@ -88,6 +99,8 @@ class Trainer:
                 loss = self._replica(inputs, targets) / num_micro
                 self.scaler.scale(loss).backward()
             total += loss.detach()
+        if self._injector:
+            self._injector.before_exchange(self.step, self._params, self.scaler)
         watch.mark("profile begins")
         profile = self._profile()
         watch.mark("scaler begins")
@@ -119,14 +132,20 @@ class Trainer:
         return evaluate(self.model, self.config, self._text, self._cluster)
 
     def save(self) -> None:
-        """Writes a checkpoint of the present step. Collective: yes."""
-        state, keep = self._state(), self.config.train.keep
-        save_checkpoint(self.config.folder, self.step, keep, lambda aside: dcp.save(state, checkpoint_id=aside))
+        """Writes a checkpoint of the present step, or starts to. Collective: yes. Raises: OSError."""
+        self._saver.save(self.step, self._state())
+
+    def finish_saving(self) -> None:
+        """Waits until the last checkpoint is complete. Collective: yes. Raises: OSError."""
+        self._saver.finish()
 
     def load(self, path: Path) -> None:
         """Restores a checkpoint, also of another number of ranks. Collective: yes. Raises: OSError."""
         state = self._state()
         try:
+            # A rank that the saved run did not have starts from its seed.
+            if f"rng.{self._cluster.rank}.cpu" not in FileSystemReader(path).read_metadata().state_dict_metadata:
+                del state["rng"]
             dcp.load(state, checkpoint_id=path)
         except CheckpointException as error:
             raise OSError(
@@ -135,6 +154,8 @@ class Trainer:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
+        if "rng" in state:
+            _set_rng_state(state["rng"][str(self._cluster.rank)], self._cluster.device)
         progress = state["progress"]
         self.step, self.applied = progress["step"], progress["applied"]
         self._profile_is_due = progress["profile_is_due"]
@@ -151,6 +172,8 @@ class Trainer:
             "model": model,
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
+            "rng": {str(self._cluster.rank): _rng_state(self._cluster.device)},
+            # Also where it is in the data: the batches are a function of the step.
             "progress": {"step": self.step, "applied": self.applied, "profile_is_due": self._profile_is_due},
         }
 
@@ -170,3 +193,17 @@ class Trainer:
                     counts[name] += count_losses(grad, dtype, inv_scale)
         of_ranks = self._cluster.gather(counts)
         return {name: vars(sum((counts[name] for counts in of_ranks), LossCounts())) for name in FORMATS}
+
+
+def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of torch's generators, uint8, shape (n,), by device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

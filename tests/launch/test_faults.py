@@ -1,0 +1,188 @@
+"""Every fault, on four ranks under the real torchrun: a named error on all ranks that are left, then a clean recovery.
+
+Two runs tell it all. One is struck by what a run survives, and is otherwise left alone. The other is struck by that and
+by one deadly fault in each of six lives, and is to end equal to the first, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+ROOT = Path(__file__).parents[2]
+RANKS = {0, 1, 2, 3}
+NUM_STEPS = 30
+SLOW_S = 0.5
+DEADLINE_S = 300.0
+CONFIG = f"""
+[run]
+name = "struck"
+steps = {NUM_STEPS}
+[model]
+layers = 1
+width = 32
+heads = 2
+sequence = 32
+[data]
+path = "text.txt"
+[train]
+batch = 4
+lr = 1e-2
+warmup = 2
+eval_every = 0
+eval_batches = 2
+checkpoint_every = 10
+profile_every = 0
+[parallel]
+timeout_s = 15.0
+[scaler]
+growth_interval = 8
+max_norm = 1.0
+[faults]
+inject = [
+  "inf step=4 rank=1 tensor=head.weight",
+  "nan step=5 rank=2 tensor=token",
+  "-inf step=6 rank=3 tensor=blocks.0.mlp_in.weight",
+  "slow step=7 rank=0 seconds={SLOW_S}",
+]
+"""
+LOST_PEER = r"the exchange of a step failed\. A peer died"
+# One life after another: the fault, the step of the errors, and by rank what they say. In the life of the cut
+# checkpoint nobody notices; the next one does.
+LIVES = [
+    ("kill step=12 rank=2", 12, dict.fromkeys({0, 1, 3}, LOST_PEER)),
+    (
+        "raise step=14 rank=1",
+        14,
+        {**dict.fromkeys({0, 2, 3}, LOST_PEER), 1: "raised on purpose by the fault 'raise step=14 rank=1 restart=1'"},
+    ),
+    ("scale step=16 rank=3", 16, dict.fromkeys(RANKS, r"ranks differ in scale at step 16: from (\d+) to (\d+)\.")),
+    # It is written while training goes on, so the ranks hear of it when the next one is due.
+    (
+        "full_disk step=20 rank=1",
+        NUM_STEPS - 1,
+        dict.fromkeys(RANKS, r"the checkpoint could not be written: rank 1: \[Errno 28\] No space left on device$"),
+    ),
+    # Its peers learn of it wherever they are by then.
+    ("kill_in_checkpoint step=20 rank=2", None, dict.fromkeys({0, 1, 3}, "(?i)a peer died")),
+    ("hang step=22 rank=0; cut_checkpoint step=20 rank=3", 22, dict.fromkeys({1, 2, 3}, LOST_PEER)),
+]
+LASTING = ("step", "skipped", "scale", "next_scale", "grad_norm", "clip_coef", "culprit", "loss", "lr", "applied")
+
+
+def run(folder: Path, *arguments: str, max_restarts: int = 0, faults: str = "") -> subprocess.CompletedProcess[str]:
+    (folder / "text.txt").write_bytes(b"Pack my box with five dozen liquor jugs; the lazy dog sleeps on.\n" * 140)
+    (folder / "struck.toml").write_text(CONFIG, encoding="utf-8")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))),
+        *("--max-restarts", str(max_restarts), "--shutdown-timeout", "2"),
+        *(str(ROOT / "launch" / "pretrain.py"), "struck.toml", *arguments),
+    ]
+    # In a process group of its own, so that nothing is left of it if it takes too long.
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DISTSCALE_FAULTS": faults},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def record(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs/struck/steps.jsonl").read_text().splitlines()]
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """All that the last checkpoint holds, by name."""
+    path = folder / "runs" / "struck" / "checkpoints" / f"step_{NUM_STEPS}"
+    # As the ranks wrote it: one entry a tensor and a value, whatever their shards were.
+    dcp_to_torch_save(path, folder / "state.pt")
+    found: dict[str, Any] = {}
+    todo = [("", torch.load(folder / "state.pt", weights_only=True))]
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            todo += [(f"{name}.{key}", item) for key, item in items]
+        else:
+            found[name] = value
+    assert len(found) >= len(FileSystemReader(path).read_metadata().state_dict_metadata)
+    return found
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the output of the run that only what it survives was done to."""
+    folder = tmp_path_factory.mktemp("survived")
+    ended = run(folder)
+    assert ended.returncode == 0, ended.stdout
+    return folder, ended.stdout
+
+
+def test_all_ranks_skip_what_is_bad_on_one_and_wait_for_what_is_slow(survived: tuple[Path, str]) -> None:
+    folder, output = survived
+    assert "faults to come: inf step=4 rank=1 tensor=head.weight; nan step=5 rank=2 tensor=token; -inf " in output
+    rows = record(folder)
+    assert {row["step"]: row["culprit"] for row in rows if row["skipped"]} == {
+        4: {"rank": 1, "tensor": "head.weight", "kind": "inf"},
+        5: {"rank": 2, "tensor": "token", "kind": "nan"},
+        6: {"rank": 3, "tensor": "blocks.0.mlp_in.weight", "kind": "inf"},
+    }
+    assert rows[7]["time_s"] >= SLOW_S
+    assert "ranks agree" in output
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_a_run_that_is_struck_again_and_again_ends_by_itself_like_one_left_alone(
+    survived: tuple[Path, str], tmp_path: Path
+) -> None:
+    lives = [f"{fault} restart={restart}" for restart, (faults, *_) in enumerate(LIVES) for fault in faults.split("; ")]
+    ended = run(tmp_path, "--set", "train.checkpoint_async=true", max_restarts=len(LIVES), faults="; ".join(lives))
+    assert ended.returncode == 0, ended.stdout
+    outputs = re.split(r"^\d+ ranks on the CPU, gloo$", ended.stdout, flags=re.M)[1:]
+    assert len(outputs) == len(LIVES) + 1, ended.stdout
+    for output, (fault, step, expected) in zip(outputs, LIVES, strict=False):
+        errors = {
+            int(rank): (at, text) for rank, at, text in re.findall(r"error: rank (\d) at step (\d+): (.*)", output)
+        }
+        assert errors.keys() == expected.keys(), (fault, output)
+        for rank, (at, text) in errors.items():
+            assert re.search(expected[rank], text), (fault, rank, text)
+            assert step is None or int(at) == step, (fault, rank, at)
+    for output in outputs[1:]:
+        assert "resumed runs/struck at step 10\n" in output
+    assert "step_20 is damaged (__3_0.distcp has " in outputs[-2]
+    assert "PASS" in outputs[-1]
+
+    run_folder = tmp_path / "runs" / "struck"
+    assert sorted(path.name for path in (run_folder / "checkpoints").iterdir()) == ["step_20", "step_30"]
+    assert [path.name for path in run_folder.parent.iterdir() if path.is_dir()] == ["struck"]
+    undisturbed, rows = record(survived[0]), record(tmp_path)
+    for before, after in zip(undisturbed, rows, strict=True):
+        assert {key: after[key] for key in LASTING} == {key: before[key] for key in LASTING}
+    before, after = state(survived[0]), state(tmp_path)
+    assert before.keys() == after.keys()
+    assert {".rng.0.cpu", ".rng.3.cpu", ".scaler.scale", ".progress.step", ".model.token"} <= after.keys()
+    for name, value in before.items():
+        same = torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
+        assert same, name
