@@ -235,7 +235,8 @@ def test_a_stopped_run_resumes_as_if_it_had_not_been_stopped(
     assert program.end() == 0, program.output
     assert command[1:] == ["tiny.toml", "--resume"]
     done = len(record(run))
-    assert list(checkpoints_of(run)) == [done]
+    # Under load it may have passed a regular checkpoint before the stop was asked for.
+    assert list(checkpoints_of(run))[-1] == done
     assert 3 <= done < NUM_STEPS
     assert not (run / "summary.json").exists()
     assert all(row["skipped"] for row in undisturbed[:3])
