@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import os
+import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,10 +16,11 @@ from typing import Any
 
 import pytest
 from mpi_programs import FAULTS, PLACES
-from test_pretrain import folder, start
+from test_pretrain import LASTING, descendants, folder, record, start
 from test_pretrain_deepspeed import MPIRUN, free_port
 
 import distscale
+from checkpoints import checkpoints_of
 from distscale import ConfigError
 from distscale.env import Environment, port_of_job
 
@@ -149,3 +152,90 @@ def test_without_mpi4py_the_sentence_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ConfigError, match=r"mpi4py, which is not installed: pip install 'distscale\[mpi\]'"):
         distscale.MpiReducer()
+
+
+def test_the_program_under_the_wrapper_stops_resumes_and_agrees_with_torchrun(
+    start: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    call = ["tiny.toml", "--set", "train.eval_every=0"]
+    run = folder / "runs" / "tiny"
+    program = start([*WRAPPER, *call, "--set", "run.steps=60"], folder)
+    program.wait_for("step 3/")
+    program.process.send_signal(signal.SIGINT)
+    command = program.wait_for("to continue: ").partition("to continue: ")[2].split()
+    assert program.end() == 0, program.output
+    assert command[:3] == [WRAPPER[0], "tiny.toml", "--resume"]
+    (done,) = checkpoints_of(run)
+    assert 3 <= done < 60
+
+    # From another directory, by another name of the wrapper, and with a number of ranks of one's own.
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "tiny.toml").symlink_to(folder / "tiny.toml")
+    (elsewhere / "runs").symlink_to(folder / "runs")
+    (elsewhere / "text.txt").symlink_to(folder / "text.txt")
+    monkeypatch.setenv("NPROC", "2")
+    relative = os.path.relpath(WRAPPER[0], elsewhere)
+    program = start([relative, *call, "--resume", "--set", "run.steps=60"], elsewhere)
+    assert program.end() == 0, program.output
+    assert f"resumed runs/tiny at step {done}" in program.output
+    assert "2 ranks on the CPU, gloo" in program.output
+    assert re.search(r"^PASS: validation loss .* ranks agree\s*$", program.output, re.M)
+    by_mpirun = record(run)
+
+    program = start([str(ROOT / "launch" / "torchrun.sh"), *call, "--set", "run.steps=60"], folder)
+    assert program.end() == 0, program.output
+    for ours, theirs in zip(by_mpirun, record(run), strict=True):
+        assert {key: ours[key] for key in LASTING} == {key: theirs[key] for key in LASTING}
+
+
+def test_a_second_signal_ends_ranks_that_cannot_stop_and_an_error_comes_last(
+    start: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    mistaken = start([*WRAPPER, "tiny.toml", "--set", "train.warmpu=3"], folder)
+    assert mistaken.end() == 2
+    assert mistaken.output == "error: tiny.toml: there is no key train.warmpu; did you mean train.warmup?\n"
+
+    program = start([*WRAPPER, "tiny.toml", "--set", "run.steps=100000", "--set", "parallel.timeout_s=5"], folder)
+    program.wait_for("step 2/")
+    ranks = ranks_below(program.process.pid)
+    assert sorted(ranks) == [0, 1]
+    for pid in ranks.values():
+        os.kill(pid, signal.SIGSTOP)
+    program.process.send_signal(signal.SIGTERM)
+    program.wait_for("stopping")
+    program.process.send_signal(signal.SIGTERM)
+    assert program.end() not in (0, None)
+    assert not any(is_running(pid) for pid in ranks.values())
+
+    # One rank that hangs: the other says so, mpirun ends both, and the sentence is the last line.
+    program = start([*WRAPPER, "tiny.toml", "--set", "run.steps=100000", "--set", "parallel.timeout_s=5"], folder)
+    program.wait_for("step 2/")
+    os.kill(ranks_below(program.process.pid)[1], signal.SIGSTOP)
+    assert program.end() not in (0, None)
+    # mpirun wakes the silent one up to end it, and that may say so, too.
+    assert re.search(r"^error: rank 0 at step \d+: .*peer", program.output, re.M)
+    assert re.match(r"error: rank [01] at step \d+: .*peer", program.lines[-1]), program.output
+
+
+def is_running(pid: int) -> bool:
+    """mpirun ends without asking how its ranks ended, so they may be zombies for a while."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ranks_below(pid: int) -> dict[int, int]:
+    """The pid of each rank that mpirun started below ``pid``."""
+    ranks = {}
+    for child in descendants(pid):
+        environ = Path(f"/proc/{child}/environ").read_bytes().decode(errors="replace").split("\0")
+        for variable in environ:
+            if variable.startswith("OMPI_COMM_WORLD_RANK="):
+                ranks[int(variable.partition("=")[2])] = child
+    return ranks
