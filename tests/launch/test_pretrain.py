@@ -370,7 +370,9 @@ def test_errors_of_the_user_are_one_sentence_and_exit_code_2(
     assert sentence in printed.err
     assert printed.err.count("\n") == 1
     # Under torchrun only the first rank of a machine says it.
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for variable, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(variable, value)
     assert pretrain.main(arguments) == 2
     assert capsys.readouterr() == ("", "")
 
