@@ -44,7 +44,10 @@ class Environment:
     job_id: str = ""
     """SLURM's, else torchrun's or Open MPI's; "" if there is none."""
     restart_count: int = 0
-    """SLURM's requeues and torchrun's restarts together: 0 in the first life of a job alone."""
+    """SLURM's requeues and torchrun's restarts together: 0 in the first life of a job.
+
+    With several torchruns each counts the failures of its own ranks, so it may differ from node to node.
+    """
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:

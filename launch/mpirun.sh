@@ -19,6 +19,7 @@ command -v mpirun >/dev/null || { echo "error: there is no mpirun here; install 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 give_up() {
+    # shellcheck disable=SC2046 # a list of numbers
     { kill -KILL $(jobs -p); wait; } 2>/dev/null
     echo "stopped before anything was started" >&2
     exit 0
@@ -39,6 +40,7 @@ export DISTSCALE_STOP_FILE="$folder/stop" DISTSCALE_LAST_WORDS="$folder/last_wor
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # mpirun gives its ranks a terminal even where it has none itself; rich is not to draw on it then.
 [[ -t 1 ]] || export TTY_COMPATIBLE=0 COLUMNS=120
+read -ra flags <<<"${MPIRUN_FLAGS:---bind-to none --oversubscribe}"
 handed_on=()
 for name in DISTSCALE_STOP_FILE DISTSCALE_LAST_WORDS DISTSCALE_LAUNCHER OMP_NUM_THREADS PATH \
     ${TTY_COMPATIBLE+TTY_COMPATIBLE COLUMNS} ${MASTER_ADDR+MASTER_ADDR} ${MASTER_PORT+MASTER_PORT}; do
@@ -64,8 +66,7 @@ trap stop INT TERM HUP
 
 # With job control mpirun gets a process group of its own, out of reach of the terminal's Ctrl-C, and may not read there.
 set -m
-# Unquoted, since MPIRUN_FLAGS is several words.
-mpirun -n "${NPROC:-$ranks}" ${MPIRUN_FLAGS:---bind-to none --oversubscribe} "${handed_on[@]}" \
+mpirun -n "${NPROC:-$ranks}" "${flags[@]}" "${handed_on[@]}" \
     python "$launch/pretrain.py" "$@" </dev/null &
 agent=$!
 set +m
