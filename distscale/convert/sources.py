@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import itertools
-import json
 import operator
 import re
 import tomllib
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from distscale.convert.values import Expression
 from distscale.errors import ConfigError
+from distscale.lenient_json import parse_json
 
 __all__ = ["Call", "arguments", "calls", "keyword_arguments", "mapping", "toml"]
 
@@ -38,8 +38,8 @@ def mapping(text: str, where: str) -> Mapping[str, Any] | None:
     """
     if text.lstrip().startswith("{"):
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
+            values = parse_json(text)
+        except ValueError as error:
             raise ConfigError(f"{where} is not valid JSON: {error}") from None
         return values if isinstance(values, Mapping) else None
     if calls(text) or not re.search(r"^[\w\"'-]+:(\s|$)", text, re.MULTILINE):

@@ -156,6 +156,25 @@ def through_a_pipeline(rank: int, fp16: bool) -> dict[str, Any]:
     return seen
 
 
+def tied_norm(rank: int, is_coordinated: bool) -> float:
+    """Of a pipeline whose first and last layer are one; DeepSpeed alone counts it once."""
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+    torch.manual_seed(0)
+    ends = [TiedLayerSpec("ends", nn.Linear, 3, 3) for _ in range(2)]
+    module = PipelineModule(
+        layers=[ends[0], nn.Tanh(), ends[1]],
+        num_stages=2,
+        loss_fn=lambda outputs, targets: (outputs.float() - targets.float()).square().mean(),
+        partition_method="uniform",
+    )
+    make = coordinated if is_coordinated else plain_engine
+    engine = make(Layout(1), module, optimizer=SGD(module.parameters(), lr=0.1))
+    torch.manual_seed(rank % 2)
+    engine.train_batch(iter([(torch.randn(1, 3).half(), torch.randn(1, 3).half())]))
+    return float(engine.get_global_grad_norm())
+
+
 def one_step(engine: Any, rank: int, dtype: torch.dtype, is_bad: bool = False) -> float:
     inputs = torch.linspace(-1.0, 1.0 + rank, 3, dtype=dtype)
     # Too large for the scale, on all ranks and at every stage, in the same way with and without distscale.
@@ -249,6 +268,8 @@ def on_four(rank: int, folder: Path) -> dict[Any, Any]:
     # Last, for DeepSpeed remembers the groups of a pipeline for whatever comes after it.
     for fp16 in (True, False):
         seen["pipeline", fp16] = through_a_pipeline(rank, fp16)
+    for is_ours in (False, True):
+        seen["tied", is_ours] = tied_norm(rank, is_ours)
     return seen
 
 
@@ -307,6 +328,11 @@ def test_a_pipeline_decides_over_all_its_stages(fp16: bool, four: list[Any]) -> 
     assert seen[0]["clean"][1]
     check_bad_steps([results["bad"] for results in seen], least=12)
     assert [(results["veto"], results["after"]) for results in seen] == [(False, True)] * RANKS
+
+
+def test_tied_layers_of_a_pipeline_count_once(four: list[Any]) -> None:
+    for results in four:
+        assert results["tied", True] == pytest.approx(results["tied", False], rel=1e-5)
 
 
 def check_bad_steps(on_ranks: list[list[Any]], least: int) -> None:

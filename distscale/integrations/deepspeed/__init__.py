@@ -14,6 +14,7 @@ See docs/deepspeed.md for what DeepSpeed does otherwise, and what differs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,10 +73,12 @@ def deepspeed_initialize(
     deepspeed = _deepspeed()
     given = kwargs.pop("config", None) or kwargs.pop("config_params", None)
     if given is None:
-        named: Any = kwargs.get("args") or (args[0] if args else None)
+        # On a copy: DeepSpeed refuses to be told twice, and the caller may want to make another engine.
+        named: Any = copy.copy(kwargs.get("args") or (args[0] if args else None))
         given = getattr(named, "deepspeed_config", None) or getattr(named, "deepscale_config", None)
         if given is not None:
-            named.deepspeed_config = None  # DeepSpeed refuses to be told twice
+            named.deepspeed_config = None
+            args, kwargs = args[1:], {**kwargs, "args": named}
     if given is None:
         raise ConfigError("deepspeed_initialize() needs config=, a dict or the path of a JSON file")
     config = read_config(given)

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distscale.checkpoint import encode
 from distscale.coordinator import Coordinator, Situation
 from distscale.decision import Decision
 from distscale.errors import ConfigError
+from distscale.integrations.deepspeed.checkpoints import state_to_load
 from distscale.integrations.deepspeed.recognition import can_skip, poison, surface_of
 from distscale.integrations.deepspeed.roster import EngineRoster
-from distscale.integrations.deepspeed.scale import ScaleOwner, saved_by_deepspeed, scale_owner
+from distscale.integrations.deepspeed.scale import ScaleOwner, scale_owner
 from distscale.integrations.deepspeed.settings import BLOCK, Settings
 from distscale.integrations.deepspeed.surfaces import Answer, Surface
-from distscale.policy import DynamicScale, Outcome
+from distscale.policy import Outcome
 from distscale.record import StepReport
 from distscale.reports import ReportQueue
 from distscale.state import ScaleKeeper
@@ -30,6 +30,7 @@ from distscale.sweep import loss_bits
 __all__ = ["Coordination"]
 
 _log = logging.getLogger("distscale")
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class Coordination:
@@ -128,21 +129,19 @@ class Coordination:
         with self._owner.lend(self._keeper._policy, self._keeper.saved_state()):
             yield
 
-    def resume(self, mine: Mapping[str, Any] | None) -> None:
+    def resume(self, mine: Mapping[str, Any] | None, is_whole: bool) -> None:
         """Goes on after DeepSpeed has loaded a checkpoint. Collective: no. Syncs host: yes.
 
         Args:
             mine: the state that it holds of ours; None: it is of DeepSpeed alone, whose dynamic scale is taken over.
+            is_whole: False if only a part was loaded, without the optimizer: the scale then stays as it is.
         """
-        found = self._owner.take_over()
-        if mine is None and found is not None and isinstance(self._keeper._policy, DynamicScale):
-            policy = self._keeper._policy
-            saved = saved_by_deepspeed(found, policy, int(self._engine.global_steps))
-            scale = min(max(saved.scale, policy.min_scale), policy.max_scale)
-            mine = encode(policy, replace(saved, scale=scale))
-        if mine is not None:
-            self.load_state_dict(mine)
+        found, step = self._owner.take_over(), int(self._engine.global_steps)
+        state = state_to_load(self._keeper._policy, mine, found, is_whole, step)
+        if state is not None:
+            self.load_state_dict(state)
         else:
+            self._begin_step()
             self._owner.set(self.get_scale())
 
     # ---------------------------------------------------------------- the step
@@ -165,6 +164,16 @@ class Coordination:
             return returned
 
         self._optimizer.step = step_and_commit
+        # Reports raise what users are to see; the engine has finished its step then.
+        name = "train_batch" if hasattr(type(self._engine), "train_batch") else "step"
+        whole_step = getattr(self._engine, name)
+
+        def step_and_report(*args: Any, **kwargs: Any) -> Any:
+            returned = whole_step(*args, **kwargs)
+            self._reports.drain()
+            return returned
+
+        setattr(self._engine, name, step_and_report)
         self._owner.watch(self._note_loss)
         self._owner.take_over()
         self._owner.set(self.get_scale())
@@ -197,6 +206,9 @@ class Coordination:
             )
             decision = self._coordinator.decide((), now)
             self._coordinator.raise_if_broken(decision, now)
+            norm = decision.report().grad_norm
+            if norm is not None and norm > _LARGEST and not decision.skipped:
+                decision = self._overflowed(decision)  # as to DeepSpeed; a square in the optimizer's state would be inf
             self._decision = decision
         return self._decision
 
@@ -205,17 +217,13 @@ class Coordination:
             decision = self._decided()
             report = decision.report()
             norm = math.inf if report.skipped or report.grad_norm is None else report.grad_norm * report.scale
-            # Finite gradients are no reason to skip, also where their norm is beyond fp32.
-            fits = report.skipped or norm <= torch.finfo(torch.float32).max
-            self._answer = Answer(
-                report.skipped, torch.tensor(norm, dtype=torch.float32 if fits else torch.float64, device="cpu")
-            )
+            self._answer = Answer(report.skipped, torch.tensor(norm, dtype=torch.float32, device="cpu"))
         return self._answer
 
     def _commit(self) -> None:
         decision = self._decided()
         if bool(getattr(self._optimizer, "overflow", False)) and not decision.skipped:
-            decision = self._skipped_by_deepspeed(decision)
+            decision = self._overflowed(decision)
         self._keeper._commit(decision.next_state)
         decision.settle(decision.next_state)
         if decision.skipped and self._surface is not None:
@@ -226,10 +234,9 @@ class Coordination:
             self._optimizer._global_grad_norm = report.grad_norm  # the unfused optimizer leaves the scale in it
         self._owner.set(report.next_scale)
         self._reports.add(decision)
-        self._reports.drain()
 
-    def _skipped_by_deepspeed(self, decision: Decision) -> Decision:
-        """The decision as it came out by DeepSpeed's own check, which all ranks share."""
+    def _overflowed(self, decision: Decision) -> Decision:
+        """The same as a skip, for a reason beside single gradients that all ranks share."""
         yes, no = (torch.full_like(decision.outcome.overflow, value) for value in (True, False))
         outcome = Outcome(overflow=yes, lost=no, clean=no)
         return replace(

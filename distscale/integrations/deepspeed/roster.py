@@ -31,9 +31,15 @@ class EngineRoster(Roster):
     def __init__(self, module: nn.Module, surface: Surface | None) -> None:
         super().__init__()
         self._surface = surface
-        named = [(name, param) for name, param in module.named_parameters() if surface and param.requires_grad]
-        self._looks_by_name = {name: Look(None, 0) for name, _ in named}
-        self._name_of = {id(param): name for name, param in named}
+        self._name_of: dict[int, str] = {}
+        if surface is not None:
+            named = {id(param): name for name, param in module.named_parameters()}
+            groups = getattr(surface.optimizer, surface.groups)
+            # The optimizer may hold parameters that the module does not.
+            for index, group in enumerate(groups):
+                for place, param in enumerate(group):
+                    self._name_of[id(param)] = named.get(id(param), f"group{index}.param{place}")
+        self._looks_by_name = {name: Look(None, 0) for name in self._name_of.values()}
         self._is_listed = False
 
     @property

@@ -6,9 +6,10 @@ what else is wanted. Both are checked before any work starts.
 
 from __future__ import annotations
 
+import base64
 import copy
-import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from distscale.arguments import make_policy
 from distscale.errors import ConfigError
+from distscale.lenient_json import parse_json
 from distscale.policy import (
     MAX_SCALE,
     MIN_SCALE,
@@ -64,10 +66,13 @@ _CODE_KEYS = ("on_step", "reducer")
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The configuration as a dict of its own, from a mapping or from the path of a JSON file.
+    """The configuration as a dict of its own, from all that DeepSpeed takes for one.
+
+    Args:
+        config: a mapping, the path of a file of JSON or Hjson (with comments), or its text in base64.
 
     Raises:
-        ConfigError: if there is no such file, or it is not JSON, naming the place.
+        ConfigError: if there is no such file, or it cannot be understood, naming the place.
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
@@ -75,14 +80,24 @@ def read_config(config: Any) -> dict[str, Any]:
         raise ConfigError(f"the DeepSpeed config is a {type(config).__name__}; it must be a dict or a path of JSON")
     path = Path(config)
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        decoded = None if os.path.exists(config) else _decoded(str(config))
+        text = path.read_text(encoding="utf-8") if decoded is None else decoded
     except OSError as error:
         raise ConfigError(f"the DeepSpeed config {path} cannot be read: {error.strerror}") from None
+    try:
+        read = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"the DeepSpeed config {path} is not JSON: {error}") from None
     if not isinstance(read, dict):
         raise ConfigError(f"the DeepSpeed config {path} holds a {type(read).__name__}, not an object")
     return read
+
+
+def _decoded(text: str) -> str | None:
+    try:
+        return base64.urlsafe_b64decode(text).decode("utf-8")
+    except ValueError:
+        return None
 
 
 def split_block(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -44,6 +44,8 @@ class Surface(ABC):
 
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     """What must be there: methods with the names of their first arguments, without ``self``."""
+    groups: ClassVar[str]
+    """Attribute with the parameters of the model that this rank trains, a list a group."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

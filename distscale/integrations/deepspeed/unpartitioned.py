@@ -26,6 +26,7 @@ class BF16(Surface):
             "clear_lp_grads": ("set_to_none",),
         }
     )
+    groups = "bf16_groups"
 
     def gradients(self) -> Iterator[Gradient]:
         optimizer = self.optimizer
@@ -71,6 +72,7 @@ class FP16(Surface):
     needs = MappingProxyType(
         {"step": ("closure",), "override_loss_scale": ("loss_scale",), "unscale_and_clip_grads": ()}
     )
+    groups = "fp16_groups"
 
     def gradients(self) -> Iterator[Gradient]:
         for params in self.optimizer.fp16_groups:
@@ -89,7 +91,15 @@ class FP16(Surface):
 
         def clip_by_ours(*args: Any, **kwargs: Any) -> Any:
             given = takes.bind(*args, **kwargs).arguments
-            return unscale_and_clip(**given | {"total_norm": answer().scaled_norm})
+            masters = [param for group in getattr(self.optimizer, "fp32_groups", ()) for param in group]
+            # DeepSpeed multiplies the data of a sparse gradient, which leaves the gradient as it is.
+            sparse = [(param, param.grad) for param in masters if param.grad is not None and param.grad.is_sparse]
+            for param, _ in sparse:
+                param.grad = None
+            combined_scale = unscale_and_clip(**given | {"total_norm": answer().scaled_norm})
+            for param, grad in sparse:
+                param.grad = grad * (1.0 / float(combined_scale))
+            return combined_scale
 
         self.optimizer.unscale_and_clip_grads = clip_by_ours
 

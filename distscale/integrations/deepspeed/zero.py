@@ -27,6 +27,7 @@ class ZeRO12(Surface):
             "get_param_id": ("param",),
         }
     )
+    groups = "bit16_groups"
 
     def gradients(self) -> Iterator[Gradient]:
         optimizer = self.optimizer
@@ -66,6 +67,8 @@ class ZeRO12(Surface):
     def clean_up(self) -> None:
         if self.optimizer.cpu_offload:
             _zero(partition.grad for partition in self.optimizer.single_partition_of_fp32_groups)
+            # Of a parameter that is next used in a later micro-batch, which is added to it.
+            _zero(self.optimizer.accumulated_grads_in_cpu.values())
 
 
 class ZeRO3(Surface):
@@ -81,6 +84,7 @@ class ZeRO3(Surface):
             "get_param_id": ("param",),
         }
     )
+    groups = "fp16_groups"
 
     def gradients(self) -> Iterator[Gradient]:
         optimizer = self.optimizer
@@ -113,6 +117,8 @@ class ZeRO3(Surface):
             optimizer._constant_buffered_norm2 = lambda input, buffer_size=0: torch.zeros(())
 
     def clean_up(self) -> None:
+        # A parameter that takes no part in the next backward pass would be stepped on what is there.
+        _zero([self.optimizer.grad_partitions_flat_buffer])
         if self.optimizer.offload_optimizer:
             _zero(partition.grad for partition in self.optimizer.fp32_partitioned_groups_flat)
 
