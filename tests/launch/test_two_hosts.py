@@ -1,0 +1,105 @@
+"""Two hosts joined by a wire, which is cut while they train: network namespaces and a veth pair on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from test_pretrain import Program, prepare, record
+
+ROOT = Path(__file__).parents[2]
+PORT = 29400
+TIMEOUT_S = 5
+
+
+class Host(NamedTuple):
+    name: str
+    interface: str
+    address: str
+    num_ranks: int
+
+    def ip(self, *arguments: str) -> None:
+        subprocess.run(["ip", "-netns", self.name, *arguments], check=True)
+
+
+def why_not() -> str:
+    """Says why there can be no hosts of our making here; "" if there can."""
+    if shutil.which("ip") is None:
+        return "iproute2 is not installed here: there is no ip"
+    name = f"distscale-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"network namespaces are not allowed here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return ""
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts that see each other and nothing else."""
+    if reason := why_not():
+        pytest.skip(reason)
+    # 10.203.0.0/24 is theirs alone: a namespace does not see the addresses of this machine.
+    first, second = (
+        Host(f"distscale-{os.getpid()}-{number}", f"wire{number}", f"10.203.0.{number}", num_ranks)
+        for number, num_ranks in ((1, 2), (2, 1))
+    )
+    with ExitStack() as stack:
+        for host in (first, second):
+            subprocess.run(["ip", "netns", "add", host.name], check=True)
+            stack.callback(subprocess.run, ["ip", "netns", "delete", host.name], check=True)
+        first.ip("link", "add", first.interface, "type", "veth", "peer", second.interface, "netns", second.name)
+        for host in (first, second):
+            host.ip("address", "add", f"{host.address}/24", "dev", host.interface)
+            host.ip("link", "set", "lo", "up")
+            host.ip("link", "set", host.interface, "up")
+        yield first, second
+
+
+def torchrun(host: Host, head: Host, folder: Path) -> Program:
+    """Starts torchrun on a host."""
+    environment = [f"GLOO_SOCKET_IFNAME={host.interface}", "PYTHONUNBUFFERED=1"]
+    options = [
+        *("--nnodes", "2", "--nproc-per-node", str(host.num_ranks), "--local-addr", host.address),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head.address}:{PORT}", "--rdzv-id", "two-hosts"),
+        *("--rdzv-conf", f"is_host={int(host is head)}"),
+    ]
+    settings = ["--set", "run.steps=100000", "--set", f"parallel.timeout_s={TIMEOUT_S}"]
+    return Program(
+        [
+            *("ip", "netns", "exec", host.name, "env", *environment, sys.executable, "-m", "torch.distributed.run"),
+            *(*options, str(ROOT / "launch" / "pretrain.py"), "tiny.toml", *settings),
+        ],
+        folder,
+    )
+
+
+@pytest.mark.timeout(180)
+def test_a_cut_wire_ends_every_rank_with_an_error(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    head, other = hosts
+    prepare(tmp_path)
+    with ExitStack() as stack:
+        programs = []
+        for host in hosts:
+            programs.append(torchrun(host, head, tmp_path))
+            stack.callback(programs[-1].close)
+        programs[0].wait_for("step 12/")
+        other.ip("link", "set", other.interface, "down")
+        lines = [program.wait_for(r"^error: rank \d") for program in programs]
+        # The first host has two ranks, and either may be the first to say it.
+        lines.append(programs[0].wait_for(r"^error: rank \d"))
+        for line in lines:
+            assert re.match(r"error: rank \d at step \d+: a peer died or did not answer in time\.", line), line
+        assert sorted(int(line.split()[2]) for line in lines) == [0, 1, 2]
+        # torchrun itself ends where the rendezvous is; the other one looks for it for long, and is ended here.
+        assert programs[0].end() == 1
+        rows = record(tmp_path / "runs" / "tiny")
+        assert [row["step"] for row in rows] == list(range(len(rows)))
