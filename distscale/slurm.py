@@ -161,6 +161,8 @@ run=$(python -c "$folder" "$config")
 
 # The ranks look for this file, and agree at which step they stop.
 export DISTSCALE_STOP_FILE=$log.stop
+# For what the program says when it stops: "to continue: ... CONFIG --resume".
+export DISTSCALE_LAUNCHER="sbatch SCRIPT --resume #"
 rm -f "$DISTSCALE_STOP_FILE"
 stop() {
     touch "$DISTSCALE_STOP_FILE"
