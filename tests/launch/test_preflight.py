@@ -1,0 +1,168 @@
+"""``distscale check`` on four ranks under the real torchrun: all well, and with odd ranks out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distscale
+from distscale.preflight.exchange import Exchange
+from distscale.preflight.facts import Facts
+from distscale.preflight.verdict import differences, files_that_differ, judge, notes
+from distscale.sweep import cpu
+
+DEADLINE_S = 90.0
+# What each rank is started with: one may have an older distscale, other files, or a sweep that sees no inf.
+START = """
+import os, sys
+
+rank = os.environ["RANK"]
+if rank == os.environ.get("OTHER_CODE"):
+    # An editable installation is found by a finder that comes before any path.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+    sys.path.insert(0, "other")
+if rank == os.environ.get("OTHER_FILES"):
+    os.chdir("elsewhere")
+if rank == os.environ.get("BAD_SWEEP"):
+    from distscale import sweep
+    from distscale.sweep import reference
+    from distscale.sweep.choice import Choice
+    from distscale.sweep.parts import INF_BITS
+
+    class Blind:
+        takes, scale_ = staticmethod(lambda parts: True), staticmethod(reference.scale_)
+
+        @staticmethod
+        def sweep(parts, request):
+            swept = reference.sweep(parts, request)
+            return swept._replace(slots=swept.slots.clamp(max=INF_BITS - 1))
+
+    from distscale import diagnose
+    diagnose.choose = lambda device: Choice(Blind, "native", "a test")
+    sweep.backend_for = lambda device: Blind
+from distscale.cli import main
+sys.argv = ["distscale", "check", *sys.argv[1:]]
+main()
+"""
+
+
+def check(folder: Path, *arguments: str, **odd: str) -> tuple[int, str, list[int]]:
+    """Returns the exit code of torchrun, its output, and the exit codes of the ranks by its report."""
+    (folder / "start.py").write_text(START)
+    (folder / "run.toml").write_text("[run]\n")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
+            *("start.py", "run.toml", *arguments),
+        ],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **odd},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    codes = [int(line.split(":")[1].split()[0]) for line in err.splitlines() if line.strip().startswith("exitcode")]
+    assert process.returncode == 0 or "start.py FAILED" in err, err
+    return process.returncode, out, codes
+
+
+def test_ranks_that_fit_together_pass(tmp_path: Path) -> None:
+    code, out, _ = check(tmp_path, "--json")
+    found = json.loads(out)
+    assert (code, found["problems"], found["passed"]) == (0, [], True), out
+    assert (found["launcher"], found["world_size"]) == ("torchrun", 4)
+    ranks = found["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
+    assert len({(rank["code"], rank["files"]["run.toml"], rank["versions"]["torch"]) for rank in ranks}) == 1
+    for rank in ranks:
+        assert rank["sweep_faults"] == rank["exchange"]["faults"] == []
+        assert rank["sweep_gb_per_s"] > 0
+        assert rank["exchange"]["median_ms"] > 0
+        assert rank["exchange"]["planted_on"] == 3
+
+
+def test_the_odd_ranks_out_are_named(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "run.toml").write_text("[run]\nseed = 1\n")
+    code, out, codes = check(tmp_path, OTHER_FILES="1", BAD_SWEEP="3")
+    assert code == 1
+    assert set(codes) <= {1, -signal.SIGTERM}, codes
+    assert 1 in codes
+    lines = " ".join(out.split())
+    assert "rank 1: run.toml, with digest" in lines, out
+    assert "the sweep of rank 3 is wrong: float32: an inf was not found" in lines
+    assert "the exchange is wrong, on ranks 0, 1, 2, 3: the inf planted on rank 3 was not found" in lines
+    assert "passed" not in lines
+
+
+def test_a_rank_with_other_code_is_named_with_its_file(tmp_path: Path) -> None:
+    library = cpu._find()
+    copy = tmp_path / "other" / "distscale"
+    shutil.copytree(Path(distscale.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    if library is not None:
+        shutil.copy(library, copy / "sweep")
+    with (copy / "policy.py").open("a") as file:
+        file.write("# of another version\n")
+    code, out, _ = check(tmp_path, "--json", OTHER_CODE="2")
+    found = json.loads(out)
+    assert (code, found["passed"]) == (1, False)
+    assert found["ranks"][0]["exchange"] is None  # not tried
+    first, second = found["problems"]
+    assert first.startswith("rank 2: distscale's files, with digest ")
+    assert second.startswith("rank 2: distscale/policy.py, with digest ")
+
+
+def facts(rank: int, **others: Any) -> Facts:
+    versions = {"torch": "2.13.0", "cuda": None, "platform": f"kernel {rank}"}
+    same: dict[str, Any] = {"host": f"n{rank // 2}", "device": "cpu", "hardware": "a CPU", "versions": versions}
+    same |= {"code": "c0de", "files": {"run.toml": "f11e"}, "sweep": "native", "sweep_gb_per_s": 10.0}
+    return Facts(rank, **{**same, "sweep_faults": (), **others})
+
+
+def test_what_differs_is_said_of_the_fewest_ranks() -> None:
+    alike = [facts(rank) for rank in range(4)]
+    assert differences(alike) == notes(alike) == []
+    older = {"torch": "2.12.0", "cuda": None, "platform": "kernel 2"}
+    mixed = [*alike[:2], facts(2, versions=older, sweep="reference"), facts(3, files={"run.toml": None}, sweep="none")]
+    assert differences(mixed) == [
+        "rank 2: torch 2.12.0, where others have 2.13.0",
+        "rank 2: sweep reference, where others have native",
+        "rank 3: sweep none, where others have native",
+        "rank 3: run.toml, with digest unreadable, where others have f11e",
+    ]
+    assert differences([facts(0, code="a"), facts(1, code="b")]) == [
+        "rank 1: distscale's files, with digest b, where others have a"
+    ]
+    assert differences([facts(rank, files={"x": None}) for rank in range(2)]) == ["x cannot be read on any rank"]
+    assert files_that_differ([{"a.py": "1", "b.py": "1"}, {"a.py": "1"}, {"a.py": "1", "b.py": "1"}]) == [
+        "rank 1: b.py, with digest missing, where others have 1"
+    ]
+    slow = [*alike[:3], facts(3, hardware="another", sweep_gb_per_s=4.0)]
+    assert notes(slow) == [
+        "rank 3: hardware another, where others have a CPU",
+        "rank 3 on n1 sweeps 4.0 GB/s, where 10.0 is the median",
+    ]
+
+
+@pytest.mark.parametrize("ahead", [-90.0, 90.0])
+def test_a_clock_that_is_off_is_named_also_on_rank_0(ahead: float) -> None:
+    alike = [facts(rank) for rank in range(4)]
+    exchanges = [Exchange(3, 1.0, ())] * 4
+    assert judge(alike, exchanges, [0.0, 0.4, -0.4, 0.001]) == []
+    assert judge(alike, exchanges, [0.0, 0.0, ahead, 0.0]) == [f"the clock of rank 2 on n1 is off by {ahead:+.1f} s"]
+    assert judge(alike, [], [0.0, ahead, ahead, ahead]) == [f"the clock of rank 0 on n0 is off by {-ahead:+.1f} s"]
