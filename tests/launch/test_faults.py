@@ -19,6 +19,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from cluster import Cluster
+from data import load_text
+from distscale.config import load_config
+from distscale.env import Environment
+from trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 RANKS = {0, 1, 2, 3}
@@ -186,3 +193,36 @@ def test_a_run_that_is_struck_again_and_again_ends_by_itself_like_one_left_alone
     for name, value in before.items():
         same = torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
         assert same, name
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for_random_numbers_included(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_bytes(b"the lazy dog sleeps on. " * 400)
+    (tmp_path / "struck.toml").write_text(CONFIG, encoding="utf-8")
+    config = load_config("struck.toml", [f"train.checkpoint_async={str(is_async).lower()}"])
+    (tmp_path / "runs" / "struck" / "checkpoints" / "partial_3").mkdir(parents=True)  # of a crash
+    cluster = Cluster.from_environment(Environment())
+    cluster.connect(30.0)
+    try:
+        trainer = Trainer(config, load_text(config), cluster)
+        trainer.train_step()
+        before = {name: value.clone() for name, value in get_model_state_dict(trainer.model).items()}
+        torch.rand(7)
+        trainer.save()
+        # Whatever comes next is not to be in it.
+        drawn = torch.rand(7)
+        with torch.no_grad():
+            for param in trainer.model.parameters():
+                param.zero_()
+        trainer.finish_saving()
+        assert [path.name for path in (tmp_path / "runs/struck/checkpoints").iterdir()] == ["step_1"]
+        assert not any(param.any() for param in trainer.model.parameters())
+        trainer.load(tmp_path / "runs" / "struck" / "checkpoints" / "step_1")
+        assert torch.equal(torch.rand(7), drawn)
+        after = get_model_state_dict(trainer.model)
+        assert all(torch.equal(value.full_tensor(), after[name].full_tensor()) for name, value in before.items())
+    finally:
+        cluster.disconnect()
