@@ -83,7 +83,7 @@ def run_ranks(
         group_timeout_s: of the process group's collectives. When a rank fails, the others get 5 s more than this to
             come to an end.
         take_down: False to end the processes at once, after a barrier: libraries that keep process groups of their own
-            (DeepSpeed) have gloo's threads end in any order, which now and then aborts a rank that has finished.
+            (DeepSpeed) are not taken down with the default one.
 
     Raises:
         RanksError: if any rank raised, died or ran out of time. It has the traceback, the exit code or the stack of
@@ -216,12 +216,13 @@ def _rank_main(job: _Job) -> None:
         _write_whole(job.file("outcome"), outcome)
         if not job.take_down:
             dist.barrier()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
-        if dist.is_initialized():
+        elif dist.is_initialized():
             dist.destroy_process_group()
         faulthandler.unregister(_STACK_SIGNAL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At the end of the interpreter, gloo's threads of groups that something still holds now and then abort it.
+        os._exit(0)
 
 
 def _write_whole(file: Path, content: bytes) -> None:
