@@ -42,7 +42,14 @@ NOT_IN_TOML: dict[str, set[str] | bool] = {
     "precision": True,
     "scaler": True,
     "parallel": {"layout"},
-    "train": {"profile_every"},
+    "train": {"profile_every", "checkpoint_async"},
+    "faults": True,
+}
+# Why, if not because the JSON says it.
+NOT_DONE = {
+    "profile_every": "gradients are not profiled",
+    "checkpoint_async": "DeepSpeed writes the checkpoints",
+    "inject": "no faults are injected",
 }
 # What may change from one call to the next without making another run of it.
 FREE_ENGINE_KEYS = frozenset({"steps_per_print", "wall_clock_breakdown", "dump_state"})
@@ -104,9 +111,9 @@ def _check_toml(path: str, config: Config) -> None:
     for section, keys in NOT_IN_TOML.items():
         given = getattr(config, section).model_fields_set
         for key in sorted(given if keys is True else given & keys):
-            if key == "profile_every" and not config.train.profile_every:
+            if key in NOT_DONE and not getattr(getattr(config, section), key):
                 continue
-            why = "gradients are not profiled" if key == "profile_every" else f"{path} says that"
+            why = NOT_DONE.get(key, f"{path} says that")
             raise ConfigError(f"{section}.{key} has no effect with --deepspeed, where {why}; take it out of the TOML")
 
 

@@ -81,9 +81,9 @@ def check(
     if options.deepspeed:
         if options.compare:
             raise ConfigError("--compare changes the precision, which with --deepspeed the JSON says; leave it out")
-        if faults:
-            raise ConfigError("faults are not injected into a DeepSpeed engine; leave them or --deepspeed out")
         engine = engine_config(options.deepspeed, config, world_size)
+        if faults:
+            raise ConfigError("no faults are injected into a DeepSpeed engine; unset DISTSCALE_FAULTS")
     text = load_text(config)
     # A run that was started again may lack nothing but its verdict.
     has_more = options.compare or environment.restart_count > 0

@@ -246,6 +246,12 @@ def test_every_shipped_config_trains_and_resumes_bitwise(folder: Path) -> None:
         (["--set", "parallel.layout=ddp"], {}, "parallel.layout has no effect with --deepspeed"),
         (["--set", "precision.dtype=bf16"], {}, "precision.dtype has no effect with --deepspeed"),
         (["--set", "train.profile_every=5"], {}, "train.profile_every has no effect with --deepspeed, where gradients"),
+        (
+            ["--set", "train.checkpoint_async=true"],
+            {},
+            "train.checkpoint_async has no effect with --deepspeed, where Deep",
+        ),
+        (["--set", "faults.inject=['kill step=1 rank=0']"], {}, "faults.inject has no effect with --deepspeed"),
         (["--compare"], {}, "--compare changes the precision, which with --deepspeed the JSON says"),
         (["--resume"], {}, "there is no checkpoint in runs/tiny"),
     ],
