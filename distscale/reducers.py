@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from distscale.env import read_environment
 from distscale.errors import ConfigError, ProtocolError
 
 __all__ = ["LocalReducer", "ProcessGroupReducer", "Reducer", "default_group", "default_reducer", "picklable"]
@@ -157,12 +158,17 @@ def default_reducer(group: dist.ProcessGroup | DeviceMesh | None) -> Reducer:
     """
     if group is not None or default_group() is not None:
         return ProcessGroupReducer(group)
-    world_size = os.environ.get("WORLD_SIZE", "1")
+    world_size = os.environ.get("WORLD_SIZE")
+    said = f"WORLD_SIZE={world_size}"
+    if world_size is None:  # srun's and MPI's words for it
+        environment = read_environment(os.environ)
+        world_size = str(environment.world_size)
+        said = f"{environment.launcher} started {world_size} ranks"
     if world_size != "1":
         raise ConfigError(
-            f"WORLD_SIZE={world_size}, but torch.distributed is not initialized, so every rank would skip steps on its "
-            "own; call torch.distributed.init_process_group() before the first step, or pass "
-            "reducer=distscale.LocalReducer() if the processes are independent"
+            f"{said}, but torch.distributed is not initialized, so every rank would skip steps on its own; call "
+            "distscale.init_distributed() or torch.distributed.init_process_group() before the first step, pass "
+            "reducer=distscale.MpiReducer(), or pass reducer=distscale.LocalReducer() if the processes are independent"
         )
     return LocalReducer()
 

@@ -49,6 +49,9 @@ def train_step(
     scaler.update()
 
 
+_OPEN_MPI = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+
+
 class TestConstructor:
     @pytest.mark.parametrize(
         "arguments",
@@ -754,12 +757,22 @@ class TestMisuse:
         with pytest.raises(ConfigError):
             DistributedGradScaler("cpu").update(scale)
 
-    def test_several_ranks_without_a_process_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("WORLD_SIZE", "4")
+    @pytest.mark.parametrize(
+        ("said", "words"),
+        [
+            ("WORLD_SIZE=4", {"WORLD_SIZE": "4"}),
+            ("openmpi started 4 ranks", {f"OMPI_COMM_WORLD_{key}": value for key, value in _OPEN_MPI.items()}),
+        ],
+    )
+    def test_several_ranks_without_a_process_group(
+        self, said: str, words: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name, value in words.items():
+            monkeypatch.setenv(name, value)
         parameter, optimizer = sgd(1.0)
         scaler = DistributedGradScaler("cpu")
         scaler.scale(parameter.sum()).backward()
-        with pytest.raises(ConfigError, match=r"WORLD_SIZE=4, but torch.distributed is not initialized"):
+        with pytest.raises(ConfigError, match=f"{said}, but torch.distributed is not initialized"):
             scaler.step(optimizer)
         alone = DistributedGradScaler("cpu", reducer=LocalReducer())
         alone.scale(parameter.sum())
