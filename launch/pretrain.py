@@ -127,7 +127,9 @@ def main(arguments: Sequence[str]) -> int:
             raise
         what = "" if is_known else "a peer died or did not answer in time. The backend said: "
         sentence = f"error: rank {cluster.rank} at step {session.step}: {what}{error}"
-        print(sentence, file=sys.stderr, flush=True)
+        # In one piece, or it is mixed up with that of another rank.
+        sys.stderr.write(f"{sentence}\n")
+        sys.stderr.flush()
         leave_last_words(sentence)
         # Without ending the process group, which would wait for the ranks that are gone.
         code = 1

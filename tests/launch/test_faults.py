@@ -52,7 +52,7 @@ eval_batches = 2
 checkpoint_every = 10
 profile_every = 0
 [parallel]
-timeout_s = 15.0
+timeout_s = 12.0
 [scaler]
 growth_interval = 8
 max_norm = 1.0
@@ -93,7 +93,7 @@ def run(folder: Path, *arguments: str, max_restarts: int = 0, faults: str = "") 
     (folder / "struck.toml").write_text(CONFIG, encoding="utf-8")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))),
-        *("--max-restarts", str(max_restarts), "--shutdown-timeout", "2"),
+        *("--max-restarts", str(max_restarts)),
         *(str(ROOT / "launch" / "pretrain.py"), "struck.toml", *arguments),
     ]
     # In a process group of its own, so that nothing is left of it if it takes too long.
