@@ -148,8 +148,8 @@ class Submitted:
         job = Job(name, f"{name}.toml", kind, partition="test", ranks_per_node=1, cpu=True, max_requeues=max_requeues)
         (folder / f"{name}.sbatch").write_text(render(job))
         self.run = folder / "runs" / name
-        self._sbatch = Patient(["sbatch", "--wait", f"{name}.sbatch"], folder)
-        self.number = self._sbatch.wait_for("Submitted batch job").split()[-1]
+        submit = ["sbatch", "--parsable", f"{name}.sbatch"]
+        self.number = subprocess.run(submit, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
         stack.callback(self._close)
         self.log = folder / "slurm" / "logs" / f"{name}-{self.number}.log"
         node_log = self.log.with_name(f"{name}-{self.number}-{socket.gethostname().partition('.')[0]}.log")
@@ -160,32 +160,32 @@ class Submitted:
         stack.callback(self.output.close)
         stack.callback(self.ranks_output.close)
 
-    def end(self) -> int:
-        """Waits for the end, requeues included, and returns the exit code."""
-        return self._sbatch.end()
+    def end(self) -> str:
+        """Waits for the end and returns the state, such as COMPLETED."""
+        self.ranks_output.wait_for("results are in")
+        until(lambda: self.state not in ("RUNNING", "COMPLETING"), "the job has ended")
+        return self.state
+
+    @property
+    def state(self) -> str:
+        return self._scontrol("show", "job", self.number).partition("JobState=")[2].split()[0]
 
     def hurry(self) -> None:
         """Takes away the two minutes that SLURM has a requeued job wait."""
-        until(self._has_started_again, "the job has started again")
-
-    def _has_started_again(self) -> bool:
-        state = self._scontrol("show", "job", self.number)
-        # SLURM sets that time more than once, so once may be too early.
-        if "Reason=BeginTime" in state:
-            self._scontrol("update", f"JobId={self.number}", "StartTime=now")
-        return "JobState=RUNNING" in state and "Restarts=1" in state
+        until(lambda: "Reason=BeginTime" in self._scontrol("show", "job", self.number), "the job is in the queue")
+        # Not at once: within the second, the nodes take the new start for the one that they have just ended.
+        self._scontrol("update", f"JobId={self.number}", "StartTime=now+3")
 
     def _scontrol(self, *arguments: str) -> str:
         return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout
 
     def _close(self) -> None:
         """Ends the job, if need be, and waits until nothing of it is left."""
-        if self._sbatch.process.poll() is None:
+        if self.state in ("PENDING", "RUNNING"):
             for process in self.ranks():
                 os.kill(process, signal.SIGKILL)
             subprocess.run(["scancel", self.number], check=True)
-            self._sbatch.process.wait(timeout=DEADLINE_S)
-        self._sbatch.close()
+        until(lambda: self.state not in ("RUNNING", "COMPLETING"), "the job has ended")
 
     def ranks(self) -> list[int]:
         """The processes of the training program that the nodes have started."""
@@ -248,7 +248,7 @@ def test_a_job_is_warned_saves_is_requeued_and_ends_as_if_left_alone(
         job.output.wait_for("requeued, 1 of at most 20 times")
         job.hurry()
         job.ranks_output.wait_for(f"resumed runs/{kind} at step [67]")
-        assert job.end() == 0, job.output.output + job.ranks_output.output
+        assert job.end() == "COMPLETED", job.output.output + job.ranks_output.output
         rows = record(job.run)
         for before, after in zip(undisturbed, rows, strict=True):
             assert {key: after[key] for key in LASTING} == {key: before[key] for key in LASTING}
