@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin"
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]
 pytestmark = [
+    pytest.mark.skipif("DISTSCALE_CLUSTER" not in os.environ, reason="starts a SLURM of its own: make cluster"),
     pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed here: there is no {', '.join(MISSING)}"),
     pytest.mark.skipif(os.geteuid() != 0, reason="SLURM's node daemons run as root, and this is another user"),
     pytest.mark.timeout(300),

@@ -32,6 +32,8 @@ class Host(NamedTuple):
 
 def why_not() -> str:
     """Says why there can be no hosts of our making here; "" if there can."""
+    if "DISTSCALE_CLUSTER" not in os.environ:
+        return "makes network namespaces: make cluster"
     if shutil.which("ip") is None:
         return "iproute2 is not installed here: there is no ip"
     name = f"distscale-{os.getpid()}"
