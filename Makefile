@@ -42,8 +42,8 @@ bench: $(READY) ## measure the sweep beside torch's operators
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-cluster: $(READY) ## run the tests on a real SLURM and on two hosts (root, slurm-wlm, munge, iproute2)
-	DISTSCALE_CLUSTER=1 $(BIN)/python -m pytest tests/launch/test_slurm.py tests/launch/test_two_hosts.py $(ARGS)
+cluster: $(READY) ## run the tests on a real SLURM, on two hosts, of many faults (root, slurm-wlm, munge, iproute2)
+	DISTSCALE_CLUSTER=1 $(BIN)/python -m pytest tests/launch/test_slurm.py tests/launch/test_two_hosts.py tests/launch/test_faults.py $(ARGS)
 
 soak: $(READY) ## play 10,000 random steps with random faults on every layout
 	DISTSCALE_SOAK_STEPS=$${DISTSCALE_SOAK_STEPS:-10000} $(BIN)/python -m pytest tests/soak $(ARGS)

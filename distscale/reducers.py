@@ -20,6 +20,9 @@ from distscale.errors import ConfigError, ProtocolError
 
 __all__ = ["LocalReducer", "ProcessGroupReducer", "Reducer", "default_group", "default_reducer", "picklable"]
 
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""By which mpirun and srun say that they have started a process, and how many."""
+
 
 class Reducer(Protocol):
     """The ranks that share one decision."""
@@ -160,10 +163,12 @@ def default_reducer(group: dist.ProcessGroup | DeviceMesh | None) -> Reducer:
         return ProcessGroupReducer(group)
     world_size = os.environ.get("WORLD_SIZE")
     said = f"WORLD_SIZE={world_size}"
-    if world_size is None:  # srun's and MPI's words for it
+    if world_size is None and any(name in os.environ for name in _SIZES):
         environment = read_environment(os.environ)
         world_size = str(environment.world_size)
         said = f"{environment.launcher} started {world_size} ranks"
+    elif world_size is None:
+        return LocalReducer()
     if world_size != "1":
         raise ConfigError(
             f"{said}, but torch.distributed is not initialized, so every rank would skip steps on its own; call "

@@ -159,6 +159,7 @@ def test_all_ranks_skip_what_is_bad_on_one_and_wait_for_what_is_slow(survived: t
     assert "ranks agree" in output
 
 
+@pytest.mark.skipif("DISTSCALE_CLUSTER" not in os.environ, reason="seven lives of a job take 90 s: make cluster")
 @pytest.mark.timeout(DEADLINE_S + 60)
 def test_a_run_that_is_struck_again_and_again_ends_by_itself_like_one_left_alone(
     survived: tuple[Path, str], tmp_path: Path
