@@ -74,6 +74,15 @@ class Decision:
         return float(self._read()[1][1])
 
     @property
+    def next_scale(self) -> float:
+        return float(self._read()[1][2])
+
+    @property
+    def grad_norm(self) -> float:
+        """NaN if none was asked for."""
+        return float(self._read()[1][4])
+
+    @property
     def blocked_steps(self) -> int:
         return int(self._read()[1][3])
 

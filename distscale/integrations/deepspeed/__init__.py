@@ -21,7 +21,7 @@ from typing import Any
 from distscale.errors import ConfigError
 from distscale.integrations.deepspeed.checkpoints import carry_state
 from distscale.integrations.deepspeed.coordination import Coordination as Coordination
-from distscale.integrations.deepspeed.settings import BLOCK, read_config, settings_of, split_block
+from distscale.integrations.deepspeed.settings import BLOCK, Settings, read_config, settings_of, split_block
 
 __all__ = ["Coordination", "coordinate", "deepspeed_initialize"]
 
@@ -49,7 +49,7 @@ def coordinate(engine: Any, **overrides: Any) -> Coordination:
     """
     config = getattr(engine, "_config", None)
     fp16 = {} if config is None else config.float16_config.model_dump()
-    return _coordinate(engine, fp16, overrides)
+    return _coordinate(engine, settings_of(fp16, bool(fp16.get("enabled")), overrides))
 
 
 def deepspeed_initialize(
@@ -84,17 +84,14 @@ def deepspeed_initialize(
     config = read_config(given)
     rest, block = split_block(config)
     fp16 = config.get("fp16") or {}
-    uses_fp16 = fp16.get("enabled", False) is True
-    overrides = {**block, **(distscale or {})}
-    settings_of(fp16, uses_fp16, overrides)  # refuses what is not allowed
+    settings = settings_of(fp16, fp16.get("enabled", False) is True, {**block, **(distscale or {})})
     engine, *others = deepspeed.initialize(*args, config=rest, **kwargs)
-    _coordinate(engine, fp16, overrides)
+    _coordinate(engine, settings)
     return engine, *others
 
 
-def _coordinate(engine: Any, fp16: Any, overrides: Any) -> Coordination:
-    uses_fp16 = hasattr(engine, "fp16_enabled") and bool(engine.fp16_enabled())
-    coordination = Coordination(engine, settings_of(fp16, uses_fp16, overrides))
+def _coordinate(engine: Any, settings: Settings) -> Coordination:
+    coordination = Coordination(engine, settings)
     carry_state(engine, coordination)
     setattr(engine, BLOCK, coordination)
     return coordination

@@ -90,11 +90,6 @@ class Coordination:
         """What was decided last; None before the first step. Syncs host: no, it is there when the step returns."""
         return self._reports.last
 
-    @property
-    def policy_name(self) -> str:
-        """Of the loss scale: "dynamic", "static", or "none" in BF16."""
-        return self._keeper._policy.name
-
     def get_scale(self) -> float:
         """The loss scale of the coming step. Syncs host: yes, on a GPU."""
         return float(self._keeper.get_scale())
@@ -206,8 +201,7 @@ class Coordination:
             )
             decision = self._coordinator.decide((), now)
             self._coordinator.raise_if_broken(decision, now)
-            norm = decision.report().grad_norm
-            if norm is not None and norm > _LARGEST and not decision.skipped:
+            if decision.grad_norm > _LARGEST and not decision.skipped:
                 decision = self._overflowed(decision)  # as to DeepSpeed; a square in the optimizer's state would be inf
             self._decision = decision
         return self._decision
@@ -215,9 +209,8 @@ class Coordination:
     def _answered(self) -> Answer:
         if self._answer is None:
             decision = self._decided()
-            report = decision.report()
-            norm = math.inf if report.skipped or report.grad_norm is None else report.grad_norm * report.scale
-            self._answer = Answer(report.skipped, torch.tensor(norm, dtype=torch.float32, device="cpu"))
+            norm = math.inf if decision.skipped else decision.grad_norm * decision.scale
+            self._answer = Answer(decision.skipped, torch.tensor(norm, dtype=torch.float32, device="cpu"))
         return self._answer
 
     def _commit(self) -> None:
@@ -229,10 +222,9 @@ class Coordination:
         if decision.skipped and self._surface is not None:
             self._surface.clean_up()
         self._begin_step()
-        report = decision.report()
-        if report.grad_norm is not None and not report.skipped:
-            self._optimizer._global_grad_norm = report.grad_norm  # the unfused optimizer leaves the scale in it
-        self._owner.set(report.next_scale)
+        if decision.has_norm and not decision.skipped:
+            self._optimizer._global_grad_norm = decision.grad_norm  # the unfused optimizer leaves the scale in it
+        self._owner.set(decision.next_scale)
         self._reports.add(decision)
 
     def _overflowed(self, decision: Decision) -> Decision:
