@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from sessions import run_in_session
+from test_pretrain import LASTING
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -85,7 +86,6 @@ LIVES = [
     ("kill_in_checkpoint step=20 rank=2", None, dict.fromkeys({0, 1, 3}, "(?i)a peer died")),
     ("hang step=22 rank=0; cut_checkpoint step=20 rank=3", 22, dict.fromkeys({1, 2, 3}, LOST_PEER)),
 ]
-LASTING = ("step", "skipped", "scale", "next_scale", "grad_norm", "clip_coef", "culprit", "loss", "lr", "applied")
 
 
 def run(folder: Path, *arguments: str, max_restarts: int = 0, faults: str = "") -> subprocess.CompletedProcess[str]:
@@ -96,23 +96,7 @@ def run(folder: Path, *arguments: str, max_restarts: int = 0, faults: str = "") 
         *("--max-restarts", str(max_restarts)),
         *(str(ROOT / "launch" / "pretrain.py"), "struck.toml", *arguments),
     ]
-    # In a process group of its own, so that nothing is left of it if it takes too long.
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DISTSCALE_FAULTS": faults},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, output)
+    return run_in_session(command, folder, {"DISTSCALE_FAULTS": faults}, DEADLINE_S, subprocess.STDOUT)
 
 
 def record(folder: Path) -> list[dict[str, Any]]:

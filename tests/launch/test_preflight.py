@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sessions import run_in_session
 
 import distscale
 from distscale.preflight.exchange import Exchange
@@ -58,27 +58,15 @@ def check(folder: Path, *arguments: str, **odd: str) -> tuple[int, str, list[int
     """Returns the exit code of torchrun, its output, and the exit codes of the ranks by its report."""
     (folder / "start.py").write_text(START)
     (folder / "run.toml").write_text("[run]\n")
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-            *("start.py", "run.toml", *arguments),
-        ],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **odd},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=DEADLINE_S)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
+        *("start.py", "run.toml", *arguments),
+    ]
+    ended = run_in_session(command, folder, odd, DEADLINE_S, subprocess.PIPE)
+    out, err = ended.stdout, ended.stderr
     codes = [int(line.split(":")[1].split()[0]) for line in err.splitlines() if line.strip().startswith("exitcode")]
-    assert process.returncode == 0 or "start.py FAILED" in err, err
-    return process.returncode, out, codes
+    assert ended.returncode == 0 or "start.py FAILED" in err, err
+    return ended.returncode, out, codes
 
 
 def test_ranks_that_fit_together_pass(tmp_path: Path) -> None:
