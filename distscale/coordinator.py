@@ -224,6 +224,7 @@ class Coordinator:
         has_scaled = now.has_scaled or isinstance(now.policy, NoScaling)
         flags = (now.stop, failure is not None, now.veto, has_scaled, not now.reads, now.trains)
         maxima = pack(
+            reducer.rank,
             [reducer.rank + 1 if flag else 0 for flag in flags],
             now.step,
             digest,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distscale.errors import DesyncError, ProtocolError
-from distscale.exchange import Agreed, Flag, Verdict, read_agreed, read_culprit, read_flag, read_slots
+from distscale.exchange import Agreed, Flag, Verdict, read_agreed, read_culprit, read_flag, read_sides, read_slots
 from distscale.policy import Outcome, ScaleState
 from distscale.record import AmaxByTensor, Culprit, HostCopy, StepReport
 from distscale.table import HINTS, SlotTable, check_equal
@@ -115,8 +115,9 @@ class Decision:
         """Raises if the ranks could not decide; the step was then applied on none of them. Syncs host: yes.
 
         Args:
-            gather_values: returns every rank's agreed values, so that an error can name the ranks. A collective, called
-                only if ranks differ and all of them read their decision now; None if it is read later.
+            gather_values: returns every rank's agreed values, so that an error can name all ranks. A collective, called
+                only if ranks differ and all of them read their decision now; None if it is read later, when an error
+                names the first and the last rank on each side.
 
         Raises:
             DesyncError: if an agreed value differs between ranks.
@@ -132,16 +133,18 @@ class Decision:
         differing = read_agreed(maxima)
         if differing and gather_values is not None and read_flag(maxima, Flag.UNREAD) is None:
             check_equal(gather_values(), f"at step {self.step}")
+        sides = _shown_sides(read_sides(maxima))
         for key, low, high in differing:
             if key is Agreed.TABLE and low < 0:
                 raise DesyncError(
                     f"at step {self.step} some ranks stepped an optimizer that is new or has new parameters, and "
-                    "others did not. All ranks must add optimizers and parameters at the same step; no rank applied it"
+                    f"others did not{sides}. All ranks must add optimizers and parameters at the same step; no rank "
+                    "applied it"
                 )
             values = [_shown(key, bits) for bits in (low, high)]
             what = key.label + (" or the settings" if key is Agreed.TABLE else "")
             raise DesyncError(
-                f"ranks differ in {what} at step {self.step}: from {values[0]} to {values[1]}. "
+                f"ranks differ in {what} at step {self.step}: from {values[0]} to {values[1]}{sides}. "
                 f"It must be equal on all ranks; no rank applied the step{HINTS.get(key.name.lower(), '')}"
             )
         if read_flag(maxima, Flag.SCALED) is None and not self.is_rehearsal:
@@ -163,6 +166,13 @@ class Decision:
         assert self._copy is not None
         self._is_read = True
         return self._copy.read()
+
+
+def _shown_sides(sides: list[tuple[int, int]]) -> str:
+    # The one that is odd first.
+    groups = sorted(sides, key=lambda side: (side[1] - side[0], side))
+    shown = [f"rank {first}" if first == last else f"ranks {first} ... {last}" for first, last in groups]
+    return f", {shown[0]} unlike {shown[1]}" if shown else ""
 
 
 def _shown(key: Agreed, bits: int) -> str:

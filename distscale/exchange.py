@@ -2,7 +2,8 @@
 
 ``maxima`` (int32, reduced by MAX) is a header of fixed size, then one slot a tensor::
 
-    stop | failed | veto | scaled | unread | trains | loss | x, ~x for each agreed value | amax bits of every slot
+    stop | failed | veto | scaled | unread | trains | loss | x, ~x for each agreed value | sides |
+    amax bits of every slot
 
 Amax is that of the unscaled gradient.
 
@@ -12,6 +13,11 @@ Two encodings make MAX enough. A value that must be equal on all ranks travels a
 complements only if no rank differs; a rank that does not know it sends the smallest integer in both places. A
 non-finite slot carries the rank that found it in the mantissa bits, which mean nothing in an inf or NaN; so the largest
 slot is at once the flag, the kind and the place.
+
+If agreed values differ, the four words of the sides say who differs from whom: their upper bits are a checksum of the
+agreed values, or its complement, and their lower bits the rank, or its complement. So their maxima are the last and the
+first rank among those with the largest checksum, and among those with the smallest. It is short, so that one
+disagreement in a thousand goes without ranks; that there is one does not depend on it.
 
 Everything here is a pure function of its arguments, and of the reduced vectors alone after the exchange: ranks
 compute the same bits because they compute the same thing.
@@ -30,7 +36,18 @@ from torch import Tensor
 from distscale.policy import Outcome, ScaleState
 from distscale.sweep import INF_BITS
 
-__all__ = ["Agreed", "Flag", "Verdict", "agreed_loss_scale", "judge", "mark_rank", "pack", "read_agreed", "read_flag"]
+__all__ = [
+    "Agreed",
+    "Flag",
+    "Verdict",
+    "agreed_loss_scale",
+    "judge",
+    "mark_rank",
+    "pack",
+    "read_agreed",
+    "read_flag",
+    "read_sides",
+]
 
 _NAN_BITS = 0x7FC00000
 _UNKNOWN = -(2**31)  # below every agreed value and every complement, so MAX ignores it
@@ -74,7 +91,11 @@ class Agreed(IntEnum):
 
 
 _AGREED_AT = len(Flag)
-_SLOTS_AT = _AGREED_AT + 2 * len(Agreed)
+_SIDES_AT = _AGREED_AT + 2 * len(Agreed)
+_SLOTS_AT = _SIDES_AT + 4
+# Odd, and large: each spreads a small difference over the upper bits. The loss scale, which not all ranks know, is
+# left out.
+_WEIGHTS = tuple(0 if key is Agreed.LOSS_SCALE else 0x9E3779B1 * (2 * key + 1) % 2**31 for key in Agreed)
 
 
 def mark_rank(bits: Tensor, rank: int) -> Tensor:
@@ -85,6 +106,7 @@ def mark_rank(bits: Tensor, rank: int) -> Tensor:
 
 
 def pack(
+    rank: int,
     flags: Sequence[int],
     step: int,
     digest: int,
@@ -96,6 +118,7 @@ def pack(
     """Builds this rank's ``maxima``.
 
     Args:
+        rank: of this process.
         flags: one number for each :class:`Flag` but LOSS.
         step: number of the update that this step belongs to.
         digest: of the slot table and the settings.
@@ -108,15 +131,20 @@ def pack(
         int32, shape (header + num_slots,), on the device of ``slots``. Syncs host: no.
     """
     device = slots.device
-    on_host = torch.tensor([*flags, step, digest], dtype=torch.int32, pin_memory=device.type == "cuda")
-    from_host = on_host.to(device, non_blocking=True)
+    marks = (rank, rank ^ _RANK_MASK, rank ^ ~_RANK_MASK, ~rank)
+    numbers = [*flags, step, digest, *_WEIGHTS, *marks]
+    on_host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
+    # In one copy.
+    lengths = [len(flags), 2, len(_WEIGHTS), len(marks)]
+    header, ours, weights, sides = on_host.to(device, non_blocking=True).split_with_sizes(lengths)
     counters = torch.stack([state.growth_tracker, state.hysteresis_tracker, state.blocked_steps])
     scales = torch.stack([state.scale, state.scale if loss_scale is None else loss_scale]).view(torch.int32)
-    agreed = torch.cat([scales.to(device), counters.to(device), from_host[-2:]])
+    agreed = torch.cat([scales.to(device), counters.to(device), ours])
+    sides = sides ^ ((agreed * weights).sum(dtype=torch.int32) & ~_RANK_MASK)
     pairs = torch.stack([agreed, ~agreed])
     if loss_scale is None:
         pairs[:, Agreed.LOSS_SCALE] = _UNKNOWN
-    return torch.cat([from_host[:-2], loss.to(device).view(1), pairs.view(-1), slots])
+    return torch.cat([header, loss.to(device).view(1), pairs.view(-1), sides, slots])
 
 
 def agreed_loss_scale(maxima: Tensor, scale: Tensor) -> Tensor:
@@ -152,7 +180,7 @@ def judge(maxima: Tensor, sums: Tensor | None, max_norm: float | None) -> Verdic
         # Finite gradients in fp64 can have a norm that is not, by which nothing can be clipped.
         overflow = overflow | ~sums.isfinite().all().to(maxima.device)
     lost = maxima[Flag.LOSS] >= INF_BITS
-    agreed, complements = maxima[_AGREED_AT:_SLOTS_AT].view(2, len(Agreed)).unbind()
+    agreed, complements = maxima[_AGREED_AT:_SIDES_AT].view(2, len(Agreed)).unbind()
     differs = ((agreed != ~complements) & (agreed != _UNKNOWN)).any()
     is_rehearsal = (maxima[Flag.TRAINS] == 0) & (maxima[Flag.LOSS] == 0) & (largest == 0)
     forbidden = (maxima[Flag.SCALED] == 0) | (maxima[Flag.VETO] > 0)
@@ -172,9 +200,21 @@ def read_flag(maxima: np.ndarray, flag: Flag) -> int | None:
 
 def read_agreed(maxima: np.ndarray) -> list[tuple[Agreed, int, int]]:
     """The agreed values that differ between ranks, with their smallest and largest bits. On the host."""
-    pairs = maxima[_AGREED_AT:_SLOTS_AT].reshape(2, len(Agreed))
+    pairs = maxima[_AGREED_AT:_SIDES_AT].reshape(2, len(Agreed))
     differing = (pairs[0] != ~pairs[1]) & (pairs[0] != _UNKNOWN)
     return [(key, int(~pairs[1, key]), int(pairs[0, key])) for key in Agreed if differing[key]]
+
+
+def read_sides(maxima: np.ndarray) -> list[tuple[int, int]]:
+    """The first and the last rank of two groups whose agreed values differ; [] if they cannot be told. On the host.
+
+    All ranks of a group have the same values, but ranks between its first and its last may be of the other.
+    """
+    words = maxima[_SIDES_AT:_SLOTS_AT].copy()
+    words[2:] ^= ~_RANK_MASK
+    words[[1, 3]] ^= _RANK_MASK
+    checksums, ranks = words & ~_RANK_MASK, words & _RANK_MASK
+    return [] if checksums[0] == checksums[2] else [(int(ranks[1]), int(ranks[0])), (int(ranks[3]), int(ranks[2]))]
 
 
 def read_slots(maxima: np.ndarray) -> np.ndarray:

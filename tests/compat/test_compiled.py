@@ -112,7 +112,7 @@ def test_judgement_is_one_graph(max_norm: float | None) -> None:
     for bits in (0, 0x7F800000, 0x7FC00001):
         header = torch.zeros(len(Flag), dtype=torch.int32)
         header[Flag.SCALED] = 1
-        maxima = torch.cat([header, agreed, ~agreed, torch.tensor([0, bits, 7], dtype=torch.int32)])
+        maxima = torch.cat([header, agreed, ~agreed, torch.tensor([0, 0, 0, 0, 0, bits, 7], dtype=torch.int32)])
         with NoHostReads():
             expected = judge(maxima, sums, max_norm)
         found = compiled(maxima, sums, max_norm)

@@ -277,12 +277,13 @@ MID_RUN_VALUES = {
     "the table of tensors": ("'no. ", "' on ranks 0, 2", "'with new parameters' on rank 1"),
 }
 MID_RUN_RANGES = {
-    "scale": "from 1024 to 1025",
-    "growth_tracker": "from 2 to 3",
-    "hysteresis_tracker": "from 1 to 2",
-    "blocked_steps": "from 0 to 1",
-    "step": "from 1 to 2",
-    "the table of tensors": "at step 2 some ranks stepped an optimizer that is new or has new parameters, and others",
+    "scale": "from 1024 to 1025, rank 1 unlike ranks 0 ... 2",
+    "growth_tracker": "from 2 to 3, rank 1 unlike ranks 0 ... 2",
+    "hysteresis_tracker": "from 1 to 2, rank 1 unlike ranks 0 ... 2",
+    "blocked_steps": "from 0 to 1, rank 1 unlike ranks 0 ... 2",
+    "step": "from 1 to 2, rank 1 unlike ranks 0 ... 2",
+    "the table of tensors": "at step 2 some ranks stepped an optimizer that is new or has new parameters, and others"
+    " did not, rank 1 unlike ranks 0 ... 2",
 }
 
 
@@ -291,7 +292,7 @@ MID_RUN_RANGES = {
 def test_ranks_that_part_in_mid_run(results: dict[str, list[Any]], name: str, reads: str) -> None:
     for kind, text, is_untouched, num_reduces in (seen[reads, name] for seen in results["mid_run"]):
         assert kind == "DesyncError"
-        # Which rank has which value takes a gather, for which all ranks must stand at the same place.
+        # Which value each rank has takes a gather, for which all ranks must stand at the same place.
         # A fused optimizer reads again at its first step after a load, or with a new gradient.
         reads_again = reads == "only the odd one does not" and name in ("step", "the table of tensors")
         all_read = reads == "all read" or reads_again

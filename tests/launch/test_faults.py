@@ -75,7 +75,11 @@ LIVES = [
         14,
         {**dict.fromkeys({0, 2, 3}, LOST_PEER), 1: "raised on purpose by the fault 'raise step=14 rank=1 restart=1'"},
     ),
-    ("scale step=16 rank=3", 16, dict.fromkeys(RANKS, r"ranks differ in scale at step 16: from (\d+) to (\d+)\.")),
+    (
+        "scale step=16 rank=3",
+        16,
+        dict.fromkeys(RANKS, r"ranks differ in scale at step 16: from \d+ to \d+, rank 3 unlike ranks 0 \.\.\. 2\."),
+    ),
     # It is written while training goes on, so the ranks hear of it when the next one is due.
     (
         "full_disk step=20 rank=1",

@@ -32,7 +32,7 @@ def maxima(
     loss_bits = exchange.mark_rank(amax_bits([torch.tensor([loss])])[0], rank)
     flags = [rank + 1 if name in (flag, Flag.SCALED) else 0 for name in Flag if name is not Flag.LOSS]
     mine = state(**kwargs)  # type: ignore[arg-type]
-    return exchange.pack(flags, step, digest, loss_bits, mine, mine.scale, exchange.mark_rank(bits, rank))
+    return exchange.pack(rank, flags, step, digest, loss_bits, mine, mine.scale, exchange.mark_rank(bits, rank))
 
 
 def reduced(*vectors: torch.Tensor) -> torch.Tensor:
@@ -110,6 +110,17 @@ def test_any_difference_is_seen(key: Agreed, ours: dict, theirs: dict, bits: tup
         assert found == {key: bits}
     alike = reduced(maxima(0, [1.0], **ours), maxima(1, [1.0], **ours))
     assert exchange.read_agreed(alike.numpy()) == []
+    assert exchange.read_sides(alike.numpy()) == []
+    assert sorted(exchange.read_sides(vector.numpy())) == [(0, 2), (1, 1)]
+
+
+def test_ranks_of_a_very_large_job_that_differ() -> None:
+    last = (1 << 22) - 1
+    for scale in (2.0**exponent for exponent in range(-20, 30)):
+        vector = reduced(
+            maxima(last, [1.0], scale=2 * scale), maxima(7, [1.0], scale=scale), maxima(9, [1.0], scale=scale)
+        )
+        assert sorted(exchange.read_sides(vector.numpy())) == [(7, 9), (last, last)]
 
 
 def test_nobody_scaled() -> None:
