@@ -30,6 +30,9 @@ def import_deepspeed() -> Any:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
+    # DeepSpeed never initializes the padding of its partitions. Let it be NaN always, not now and then.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
     # All-reduces of a CPU through shared memory: minutes of compiling, and not what is tested.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -58,7 +61,8 @@ class Layout:
 
     @property
     def config(self) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self.stage}
+        # The buckets, half a gigabyte each by default, are filled, too; see import_deepspeed.
+        zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
         if self.offload:
             zero["offload_optimizer"] = {"device": "cpu"}
             if self.stage == 3:

@@ -145,21 +145,28 @@ def growth(name: str, is_coordinated: bool) -> list[Any]:
 
 def clipped(name: str, rank: int) -> tuple[float, float, float]:
     """The norm with gradient clipping at 0.5, and by how much the parameters moved in all."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
     layout = LAYOUTS[name]
     layout = Layout(layout.stage, layout.fp16, layout.offload, layout.fused, 0.5, 2, layout.fp16_block, layout.extra)
     engine = coordinated(layout, Slope())
-    masters = [param for group in engine.optimizer.optimizer.param_groups for param in group["params"]]
-    if layout.stage == 3:
-        masters = engine.optimizer.fp32_partitioned_groups_flat
-    old = [param.detach().float().clone() for param in masters]
+
+    def masters() -> list[torch.Tensor]:
+        if layout.stage == 3:  # whole, since the padding of a partition is never initialized
+            return [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+        return [
+            param.detach().float().clone()
+            for group in engine.optimizer.optimizer.param_groups
+            for param in group["params"]
+        ]
+
+    old = masters()
     for _ in range(2):
         engine.backward(engine(torch.ones((), dtype=HALF[layout.fp16])))
         engine.step()
-    moved = sum(
-        (new.detach().float() - before).double().square().sum() for new, before in zip(masters, old, strict=True)
-    )
+    moved = sum((new - before).double().square().sum() for new, before in zip(masters(), old, strict=True))
     assert isinstance(moved, torch.Tensor)
-    if layout.stage or layout.extra:  # partitioned
+    if layout.stage in (1, 2) or layout.extra:  # partitioned
         dist.all_reduce(moved)
     return float(engine.get_global_grad_norm()), float(engine.distscale.last_step.grad_norm), float(moved.sqrt())
 
