@@ -1,0 +1,6 @@
+"""FP8: one agreed scale for each tensor, from amax values that travel in the one exchange of the step."""
+
+from distscale.fp8.keeper import Fp8Scales as Fp8Scales
+from distscale.fp8.recipe import CurrentScaling as CurrentScaling
+from distscale.fp8.recipe import DelayedScaling as DelayedScaling
+from distscale.fp8.recipe import Recipe as Recipe

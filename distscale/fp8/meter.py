@@ -1,0 +1,54 @@
+"""Where a module finds the scales of its FP8 tensors, and leaves what it sees of them until the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Meter", "Metered"]
+
+
+@dataclass(frozen=True)
+class Metered:
+    """One tensor with a scale of its own."""
+
+    name: str
+    """Equal on all ranks that hold the tensor or a piece of it, and unique otherwise."""
+    is_gradient: bool
+    """It carries the loss scale, and says nothing on a step that was skipped."""
+    is_sent: bool = False
+    """It is the gradient of a parameter on its way to other ranks: inf or NaN in it make all ranks skip the step, and
+    what is beyond its scale is counted."""
+
+
+class Meter:
+    """The scales of a few tensors of one device, and their amax values since the last step.
+
+    A module owns it, reads ``scale`` and raises ``amax``; :class:`~distscale.fp8.Fp8Scales` does the rest at each step.
+    A copy of it, as in a copied model, belongs to nobody: it keeps its scales.
+
+    Args:
+        tensors: what they are, in the order of the entries below.
+    """
+
+    def __init__(self, tensors: Sequence[Metered]) -> None:
+        self.tensors = tuple(tensors)
+        self.scale = torch.zeros(len(self.tensors))
+        """fp32, shape (num_tensors,): multiplies on quantizing; 0: not known yet, so the tensor's own amax is to be used."""
+        self.amax = torch.zeros(len(self.tensors), dtype=torch.int32)
+        """int32, shape (num_tensors,): amax bits, the maximum over everything since the last step."""
+        self.num_saturated = torch.zeros(len(self.tensors), dtype=torch.int64)
+        """int64, shape (num_tensors,): values beyond the scale since the last step, of tensors that are sent."""
+
+    def move(self, device: torch.device) -> None:
+        """To where the tensors are."""
+        if self.scale.device != device:
+            self.scale, self.amax = self.scale.to(device), self.amax.to(device)
+            self.num_saturated = self.num_saturated.to(device)
+
+    def record(self, index: int, bits: Tensor) -> None:
+        """Raises an amax: int32 bits, shape (). Syncs host: no. Calling it twice for one tensor changes nothing."""
+        self.amax[index].copy_(torch.maximum(self.amax[index], bits))
