@@ -1,21 +1,23 @@
-"""Every fault, on four ranks under the real torchrun: a named error on all ranks that are left, then a clean recovery.
+"""Every fault, on four ranks: a named error on all ranks that are left, then a clean recovery.
 
 Two runs tell it all. One is struck by what a run survives, and is otherwise left alone. The other is struck by that and
-by one deadly fault in each of six lives, and is to end equal to the first, bit for bit.
+by one deadly fault in each of six lives, and is to end equal to the first, bit for bit. The ranks are forked, to import
+torch once; a third run is killed and started again by the real torchrun.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_ranks import output_of
 from sessions import run_in_session
 from test_pretrain import LASTING
 from torch.distributed.checkpoint import FileSystemReader
@@ -29,7 +31,8 @@ from distscale.env import Environment
 from trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
-RANKS = {0, 1, 2, 3}
+FORKED_RANKS = Path(__file__).with_name("forked_ranks.py")
+RANKS = range(4)
 NUM_STEPS = 30
 SLOW_S = 0.5
 DEADLINE_S = 300.0
@@ -50,7 +53,7 @@ lr = 1e-2
 warmup = 2
 eval_every = 0
 eval_batches = 2
-checkpoint_every = 10
+checkpoint_every = 5
 profile_every = 0
 [parallel]
 timeout_s = 12.0
@@ -66,41 +69,52 @@ inject = [
 ]
 """
 LOST_PEER = r"the exchange of a step failed\. A peer died"
-# One life after another: the fault, the step of the errors, and by rank what they say. In the life of the cut
-# checkpoint nobody notices; the next one does.
+# One life after another: the fault, the step of the errors, and by rank what they say. A checkpoint is certainly
+# complete by then, that of step 5, and a later one may be on its way to the disk. In the life of the cut checkpoint
+# nobody notices; the next one does.
 LIVES = [
-    ("kill step=12 rank=2", 12, dict.fromkeys({0, 1, 3}, LOST_PEER)),
+    ("kill step=12 rank=2", 12, dict.fromkeys((0, 1, 3), LOST_PEER)),
     (
-        "raise step=14 rank=1",
-        14,
-        {**dict.fromkeys({0, 2, 3}, LOST_PEER), 1: "raised on purpose by the fault 'raise step=14 rank=1 restart=1'"},
+        "raise step=13 rank=1",
+        13,
+        {**dict.fromkeys((0, 2, 3), LOST_PEER), 1: "raised on purpose by the fault 'raise step=13 rank=1 restart=1'"},
     ),
     (
-        "scale step=16 rank=3",
-        16,
-        dict.fromkeys(RANKS, r"ranks differ in scale at step 16: from \d+ to \d+, rank 3 unlike ranks 0 \.\.\. 2\."),
+        "scale step=14 rank=3",
+        14,
+        dict.fromkeys(RANKS, r"ranks differ in scale at step 14: from \d+ to \d+, rank 3 unlike ranks 0 \.\.\. 2\."),
     ),
     # It is written while training goes on, so the ranks hear of it when the next one is due.
     (
         "full_disk step=20 rank=1",
-        NUM_STEPS - 1,
+        24,
         dict.fromkeys(RANKS, r"the checkpoint could not be written: rank 1: \[Errno 28\] No space left on device$"),
     ),
     # Its peers learn of it wherever they are by then.
-    ("kill_in_checkpoint step=20 rank=2", None, dict.fromkeys({0, 1, 3}, "(?i)a peer died")),
-    ("hang step=22 rank=0; cut_checkpoint step=20 rank=3", 22, dict.fromkeys({1, 2, 3}, LOST_PEER)),
+    ("kill_in_checkpoint step=20 rank=2", None, dict.fromkeys((0, 1, 3), "(?i)a peer died")),
+    ("hang step=22 rank=0; cut_checkpoint step=20 rank=3", 22, dict.fromkeys((1, 2, 3), LOST_PEER)),
 ]
 
 
-def run(folder: Path, *arguments: str, max_restarts: int = 0, faults: str = "") -> subprocess.CompletedProcess[str]:
+def prepare(folder: Path) -> None:
     (folder / "text.txt").write_bytes(b"Pack my box with five dozen liquor jugs; the lazy dog sleeps on.\n" * 140)
     (folder / "struck.toml").write_text(CONFIG, encoding="utf-8")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))),
-        *("--max-restarts", str(max_restarts)),
-        *(str(ROOT / "launch" / "pretrain.py"), "struck.toml", *arguments),
-    ]
-    return run_in_session(command, folder, {"DISTSCALE_FAULTS": faults}, DEADLINE_S, subprocess.STDOUT)
+
+
+def live(folder: Path, lives: Sequence[Collection[int]], *arguments: str, faults: str = "") -> None:
+    """Trains until the last life has ended well.
+
+    Args:
+        folder: to train in.
+        lives: the ranks of each that end by themselves.
+        arguments: of the program.
+        faults: beside those of the config.
+    """
+    prepare(folder)
+    told = json.dumps([list(ending) for ending in lives])
+    command = [sys.executable, str(FORKED_RANKS), told, str(len(RANKS)), "struck.toml", *arguments]
+    ended = run_in_session(command, folder, {"DISTSCALE_FAULTS": faults}, DEADLINE_S, subprocess.STDOUT)
+    assert ended.returncode == 0, ended.stdout + output_of(folder, len(lives) - 1, 0)
 
 
 def record(folder: Path) -> list[dict[str, Any]]:
@@ -125,19 +139,30 @@ def state(folder: Path) -> dict[str, Any]:
     return found
 
 
+def check_equal(folder: Path, other: Path) -> None:
+    """Compares two runs by their records and by their last checkpoints, bit for bit."""
+    for before, after in zip(record(folder), record(other), strict=True):
+        assert {key: after[key] for key in LASTING} == {key: before[key] for key in LASTING}
+    before, after = state(folder), state(other)
+    assert before.keys() == after.keys()
+    assert {".rng.0.cpu", ".rng.3.cpu", ".scaler.scale", ".progress.step", ".model.token"} <= after.keys()
+    for name, value in before.items():
+        same = torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
+        assert same, name
+
+
 @pytest.fixture(scope="module")
-def survived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of the run that only what it survives was done to."""
+def survived(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that only what it survives was done to."""
     folder = tmp_path_factory.mktemp("survived")
-    ended = run(folder)
-    assert ended.returncode == 0, ended.stdout
-    return folder, ended.stdout
+    live(folder, [RANKS])
+    return folder
 
 
-def test_all_ranks_skip_what_is_bad_on_one_and_wait_for_what_is_slow(survived: tuple[Path, str]) -> None:
-    folder, output = survived
+def test_all_ranks_skip_what_is_bad_on_one_and_wait_for_what_is_slow(survived: Path) -> None:
+    output = output_of(survived, 0, 0)
     assert "faults to come: inf step=4 rank=1 tensor=head.weight; nan step=5 rank=2 tensor=token; -inf " in output
-    rows = record(folder)
+    rows = record(survived)
     assert {row["step"]: row["culprit"] for row in rows if row["skipped"]} == {
         4: {"rank": 1, "tensor": "head.weight", "kind": "inf"},
         5: {"rank": 2, "tensor": "token", "kind": "nan"},
@@ -147,41 +172,42 @@ def test_all_ranks_skip_what_is_bad_on_one_and_wait_for_what_is_slow(survived: t
     assert "ranks agree" in output
 
 
-@pytest.mark.skipif("DISTSCALE_CLUSTER" not in os.environ, reason="seven lives of a job take 90 s: make cluster")
 @pytest.mark.timeout(DEADLINE_S + 60)
-def test_a_run_that_is_struck_again_and_again_ends_by_itself_like_one_left_alone(
-    survived: tuple[Path, str], tmp_path: Path
-) -> None:
-    lives = [f"{fault} restart={restart}" for restart, (faults, *_) in enumerate(LIVES) for fault in faults.split("; ")]
-    ended = run(tmp_path, "--set", "train.checkpoint_async=true", max_restarts=len(LIVES), faults="; ".join(lives))
-    assert ended.returncode == 0, ended.stdout
-    outputs = re.split(r"^\d+ ranks on the CPU, gloo$", ended.stdout, flags=re.M)[1:]
-    assert len(outputs) == len(LIVES) + 1, ended.stdout
-    for output, (fault, step, expected) in zip(outputs, LIVES, strict=False):
-        errors = {
-            int(rank): (at, text) for rank, at, text in re.findall(r"error: rank (\d) at step (\d+): (.*)", output)
-        }
-        assert errors.keys() == expected.keys(), (fault, output)
-        for rank, (at, text) in errors.items():
-            assert re.search(expected[rank], text), (fault, rank, text)
-            assert step is None or int(at) == step, (fault, rank, at)
+def test_a_run_that_is_struck_again_and_again_ends_like_one_left_alone(survived: Path, tmp_path: Path) -> None:
+    faults = [f"{fault} restart={restart}" for restart, (told, *_) in enumerate(LIVES) for fault in told.split("; ")]
+    lives = [expected.keys() for *_, expected in LIVES] + [RANKS]
+    live(tmp_path, lives, "--set", "train.checkpoint_async=true", faults="; ".join(faults))
+    for life, (fault, step, expected) in enumerate(LIVES):
+        for rank in RANKS:
+            output = output_of(tmp_path, life, rank)
+            errors = re.findall(rf"^error: rank {rank} at step (\d+): (.*)$", output, re.M)
+            assert len(errors) == (rank in expected), (fault, rank, output)
+            for at, text in errors:
+                assert re.search(expected[rank], text), (fault, rank, text)
+                assert step is None or int(at) == step, (fault, rank, at)
+    outputs = [output_of(tmp_path, life, 0) for life in range(len(lives))]
     for output in outputs[1:]:
-        assert "resumed runs/struck at step 10\n" in output
-    assert "step_20 is damaged (__3_0.distcp has " in outputs[-2]
+        assert re.search(r"^resumed runs/struck at step \d+$", output, re.M), output
+    assert "step_20 is damaged (__3_0.distcp has " in outputs[-1]
     assert "PASS" in outputs[-1]
+    run = tmp_path / "runs" / "struck"
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_25", "step_30"]
+    assert [path.name for path in run.parent.iterdir() if path.is_dir()] == ["struck"]
+    check_equal(survived, tmp_path)
 
-    run_folder = tmp_path / "runs" / "struck"
-    assert sorted(path.name for path in (run_folder / "checkpoints").iterdir()) == ["step_20", "step_30"]
-    assert [path.name for path in run_folder.parent.iterdir() if path.is_dir()] == ["struck"]
-    undisturbed, rows = record(survived[0]), record(tmp_path)
-    for before, after in zip(undisturbed, rows, strict=True):
-        assert {key: after[key] for key in LASTING} == {key: before[key] for key in LASTING}
-    before, after = state(survived[0]), state(tmp_path)
-    assert before.keys() == after.keys()
-    assert {".rng.0.cpu", ".rng.3.cpu", ".scaler.scale", ".progress.step", ".model.token"} <= after.keys()
-    for name, value in before.items():
-        same = torch.equal(value, after[name]) if isinstance(value, torch.Tensor) else value == after[name]
-        assert same, name
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_torchrun_starts_a_killed_run_again_and_it_ends_like_one_left_alone(survived: Path, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))),
+        *("--max-restarts", "1", str(ROOT / "launch" / "pretrain.py"), "struck.toml"),
+    ]
+    faults = {"DISTSCALE_FAULTS": "kill step=12 rank=2"}
+    ended = run_in_session(command, tmp_path, faults, DEADLINE_S, subprocess.STDOUT)
+    assert ended.returncode == 0, ended.stdout
+    assert "resumed runs/struck at step 10\n" in ended.stdout
+    check_equal(survived, tmp_path)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
