@@ -1,6 +1,8 @@
 """FP8: one agreed scale for each tensor, from amax values that travel in the one exchange of the step."""
 
+from distscale.fp8.convert import convert_to_fp8 as convert_to_fp8
 from distscale.fp8.keeper import Fp8Scales as Fp8Scales
+from distscale.fp8.linear import Fp8Linear as Fp8Linear
 from distscale.fp8.recipe import CurrentScaling as CurrentScaling
 from distscale.fp8.recipe import DelayedScaling as DelayedScaling
 from distscale.fp8.recipe import Recipe as Recipe
