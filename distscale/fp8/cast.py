@@ -44,7 +44,7 @@ def quantize(values: Tensor, meter: Meter, index: int, recipe: Recipe, records: 
         FP8 values and the scale that they carry, fp32, shape (). Without a history, a tensor of zeros alone, or one
         with inf or NaN, is scaled by 1.
     """
-    dtype = recipe.dtype(meter.tensors[index].is_gradient)
+    dtype = recipe.dtype_of(meter.tensors[index])
     bits = bits_of_amax(values)
     if records:
         meter.record(index, bits)

@@ -73,4 +73,4 @@ def _wraps(module: nn.Module) -> bool:
     # Importing torch.compile takes seconds; where nobody has done so, nothing is compiled.
     compiled: type | tuple[()] = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
     wrappers = (FSDPModule, FullyShardedDataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
-    return isinstance(module, wrappers) or isinstance(module, compiled)
+    return isinstance(module, (*wrappers, compiled))

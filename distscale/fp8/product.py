@@ -58,7 +58,7 @@ class Fp8Product(torch.autograd.Function):
         grad, grad_scale = quantize(grad_output, ctx.meter, GRAD_OUTPUT, ctx.recipe, ctx.records)
         grad_input = grad_weight = None
         if weight is not None:
-            fp8_weight = cast(weight, weight_scale, ctx.recipe.dtype(is_gradient=False))
+            fp8_weight = cast(weight, weight_scale, ctx.recipe.dtype_of(ctx.meter.tensors[WEIGHT]))
             grad_input = _multiply(grad, fp8_weight.t(), grad_scale, weight_scale, ctx.input_dtype)
         if fp8_input is not None:
             grad_weight = _multiply(grad.t(), fp8_input.t(), grad_scale, input_scale, ctx.weight_dtype)
