@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +16,10 @@ from torch.optim import Optimizer
 
 from distscale.checksum import digest
 from distscale.decision import Decision
+from distscale.errors import ConfigError
 from distscale.exchange import agreed_loss_scale, judge, mark_rank, pack
+from distscale.fp8.keeper import Fp8Scales
+from distscale.fp8.recipe import Recipe
 from distscale.policy import NoScaling, Outcome, Policy, ScaleState
 from distscale.reducers import Reducer, default_group, default_reducer, picklable
 from distscale.replicas import Look
@@ -76,14 +80,15 @@ class Situation:
         }
 
 
-def settings_of(policy: Policy, max_norm: float | None) -> dict[str, object]:
+def settings_of(policy: Policy, max_norm: float | None, recipe: Recipe | None) -> dict[str, object]:
     """What must be equal on all ranks by construction, by name."""
-    return {"policy": policy.name, **asdict(policy), "max_norm": max_norm}  # type: ignore[call-overload]
+    rule = {"policy": policy.name, **asdict(policy), "max_norm": max_norm}  # type: ignore[call-overload]
+    return rule if recipe is None else {**rule, "the FP8 recipe": recipe}
 
 
 @lru_cache(maxsize=16)
-def _digest_of_settings(policy: Hashable, max_norm: float | None) -> int:
-    return digest(settings_of(cast(Policy, policy), max_norm))
+def _digest_of_settings(policy: Hashable, max_norm: float | None, recipe: Recipe | None) -> int:
+    return digest(settings_of(cast(Policy, policy), max_norm, recipe))
 
 
 class Coordinator:
@@ -94,6 +99,7 @@ class Coordinator:
         reducer: instead of the default one.
         names: see :class:`~distscale.roster.Roster`.
         max_norm: see :class:`~distscale.DistributedGradScaler`.
+        fp8: see :class:`~distscale.DistributedGradScaler`.
     """
 
     def __init__(
@@ -102,9 +108,11 @@ class Coordinator:
         reducer: Reducer | None,
         names: NameSource | None,
         max_norm: float | None,
+        fp8: Fp8Scales | None = None,
     ) -> None:
         self.roster = Roster(names)
         self.max_norm = max_norm
+        self.fp8 = fp8
         self.early_sweeps = EarlySweeps(max_norm is not None)
         self._process_group = process_group
         self._given_reducer = reducer
@@ -117,11 +125,20 @@ class Coordinator:
     # A copy meets its optimizers and agrees on a table anew, in the job that it is in.
 
     def __reduce__(self) -> tuple[object, ...]:
+        self._must_not_have_fp8()
         group = picklable(self._process_group)
         return Coordinator, (group, self._given_reducer, None, self.max_norm)  # names are of tensors of this process
 
     def __deepcopy__(self, memo: dict[int, object]) -> Coordinator:
+        self._must_not_have_fp8()
         return Coordinator(self._process_group, self._given_reducer, self.roster.source, self.max_norm)
+
+    def _must_not_have_fp8(self) -> None:
+        if self.fp8 is not None:
+            raise ConfigError(
+                "a scaler with fp8= cannot be copied or pickled, for the FP8 scales are those of one model; make a "
+                "scaler for the other model, and load state_dict() into it"
+            )
 
     def decide(self, optimizers: Sequence[Optimizer], now: Situation) -> Decision:
         """Finds out whether all ranks may step ``optimizers``.
@@ -142,7 +159,7 @@ class Coordinator:
         are_listed = True
         looks: dict[str, Look] = {}
         try:
-            are_listed = self.roster.meet(optimizers)
+            are_listed = self.roster.meet(optimizers) and (self.fp8 is None or self.fp8.is_agreed)
             if self._table is None or not are_listed or self._looks_again:
                 # Ranks may have met the others at different times, so all list them as they are now.
                 self.roster.meet(self.roster.optimizers)
@@ -154,15 +171,20 @@ class Coordinator:
             # Ranks that have nothing new are in their normal exchange: find that out there, not in a hang.
             self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now, _TABLE_CHANGES)
         if self._table is None or not are_listed or self._looks_again:
-            settings = settings_of(now.policy, self.max_norm)
-            self._table = agree(self._reducer, looks, settings, repr(failure) if failure else None)
+            fp8 = self.fp8.tensors if self.fp8 is not None else ()
+            self._table = agree(self._reducer, looks, self._settings(now), repr(failure) if failure else None, fp8)
+            if self.fp8 is not None:
+                self.fp8.agree([self._table.fp8], self._reducer.device(now.state.scale.device))
             self.roster.mark_listed()
             self._num_looks += 1
             self._looks_again = not self._table.is_final and self._num_looks < _MAX_LOOKS
             if not self._looks_again:
                 self.roster.keep_looks(looks)
                 self._num_looks = 0
-        return self._exchange(optimizers, now, self._table, self._digest(now), failure)
+        decision = self._exchange(optimizers, now, self._table, self._digest(now), failure)
+        if self.fp8 is not None:
+            self.fp8.clear()
+        return decision
 
     def _meet_world(self) -> None:
         """Makes the default reducer, and makes it again if the job has another default process group now.
@@ -193,14 +215,21 @@ class Coordinator:
 
         def gather_values() -> list[dict[str, object]]:
             sent = self._digest(now) if digest is None else digest
-            return reducer.gather({**settings_of(now.policy, self.max_norm), **now.agreed_values(sent)})
+            return reducer.gather({**self._settings(now), **now.agreed_values(sent)})
 
         decision.raise_if_broken(gather_values)
+
+    @property
+    def _recipe(self) -> Recipe | None:
+        return None if self.fp8 is None else self.fp8.recipe
+
+    def _settings(self, now: Situation) -> dict[str, object]:
+        return settings_of(now.policy, self.max_norm, self._recipe)
 
     def _digest(self, now: Situation) -> int:
         """Of the table and of the settings, which may change on all ranks alike. 31 bits."""
         assert self._table is not None
-        return self._table.digest ^ _digest_of_settings(cast(Hashable, now.policy), self.max_norm)
+        return self._table.digest ^ _digest_of_settings(cast(Hashable, now.policy), self.max_norm, self._recipe)
 
     def _exchange(
         self, optimizers: Sequence[Optimizer], now: Situation, table: SlotTable, digest: int, failure: Exception | None
@@ -221,6 +250,13 @@ class Coordinator:
         except Exception as error:
             failure = error
             slots, sums, _ = sweep([], len(table.names), inv_scale, want_norm, device)
+        slots = mark_rank(slots, reducer.rank)
+        vector = sums
+        if self.fp8 is not None and table.fp8:
+            seen = self.fp8.collect(device)
+            slots = torch.cat([slots, mark_rank(seen.bits, reducer.rank)])
+            if table.num_sent:
+                vector = seen.num_saturated if sums is None else torch.cat([sums, seen.num_saturated])
         has_scaled = now.has_scaled or isinstance(now.policy, NoScaling)
         flags = (now.stop, failure is not None, now.veto, has_scaled, not now.reads, now.trains)
         maxima = pack(
@@ -231,15 +267,17 @@ class Coordinator:
             slots.new_zeros(()) if now.loss_bits is None else mark_rank(now.loss_bits, reducer.rank),
             now.state,
             now.loss_scale if now.knows_loss_scale else None,
-            mark_rank(slots, reducer.rank),
+            slots,
         )
-        reducer.reduce_(maxima, sums)
+        reducer.reduce_(maxima, vector)
         if failure is not None:
             raise failure
-        verdict = judge(maxima, sums, self.max_norm)
+        num_saturated = vector[-table.num_sent :] if vector is not None and table.num_sent else None
+        squares = vector[:1] if vector is not None and want_norm else None
+        verdict = judge(maxima, squares, self.max_norm, table.num_decisive)
         outcome = verdict.outcome.on(now.state.scale.device)
         if now.outcome is not None:
             outcome = now.outcome.followed_by(outcome)
         next_state = now.policy.next_state(now.state, outcome)
         loss_scale = agreed_loss_scale(maxima, now.state.scale)
-        return Decision(now.step, table, want_norm, maxima, verdict, loss_scale, outcome, next_state)
+        return Decision(now.step, table, want_norm, maxima, verdict, loss_scale, outcome, next_state, num_saturated)

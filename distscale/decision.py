@@ -13,7 +13,7 @@ from torch import Tensor
 from distscale.errors import DesyncError, ProtocolError
 from distscale.exchange import Agreed, Flag, Verdict, read_agreed, read_culprit, read_flag, read_sides, read_slots
 from distscale.policy import Outcome, ScaleState
-from distscale.record import AmaxByTensor, Culprit, HostCopy, StepReport
+from distscale.record import ByTensor, Culprit, HostCopy, StepReport
 from distscale.table import HINTS, SlotTable, check_equal
 
 __all__ = ["Decision"]
@@ -37,6 +37,8 @@ class Decision:
     """Of this and all earlier decisions since the last update."""
     next_state: ScaleState
     """Of the policy, if nothing else happens before ``update()``."""
+    num_saturated: Tensor | None = None
+    """float64, shape (num_sent,): values beyond the scale of each FP8 tensor that was sent; None without such."""
     _copy: HostCopy | None = None
     _is_read: bool = False
 
@@ -52,7 +54,13 @@ class Decision:
             self.verdict.is_rehearsal,
         )
         device = self.maxima.device
-        self._copy = HostCopy([self.maxima, torch.stack([number.to(device).double() for number in numbers])])
+        copied = [self.maxima, torch.stack([number.to(device).double() for number in numbers])]
+        self._copy = HostCopy(copied if self.num_saturated is None else [*copied, self.num_saturated])
+
+    @property
+    def fp8_bits(self) -> Tensor:
+        """int32: amax bits of the FP8 tensors, over all ranks, in the order of the table. Syncs host: no."""
+        return self.maxima[len(self.maxima) - len(self.table.fp8) :]
 
     def settle(self, next_state: ScaleState) -> None:
         """Notes the state that the update has committed, and sends whatever the host does not have yet."""
@@ -96,8 +104,12 @@ class Decision:
 
     def report(self) -> StepReport:
         """Syncs host: yes, for the copy of this decision alone."""
-        maxima, numbers = self._read()
+        maxima, numbers, *num_saturated = self._read()
         found_inf, scale, next_scale, _, grad_norm, clip_coef, _ = map(float, numbers)
+        amax = read_slots(maxima)
+        num_gradients = len(self.table.names)
+        fp8_names = [tensor.name for tensor in self.table.fp8]
+        units = [scale if tensor.is_gradient else 1.0 for tensor in self.table.fp8]
         return StepReport(
             step=self.step,
             skipped=bool(found_inf),
@@ -106,9 +118,11 @@ class Decision:
             grad_norm=grad_norm if self.has_norm else None,
             clip_coef=clip_coef if self.has_norm and not found_inf else None,
             culprit=self._culprit(maxima),
-            amax=AmaxByTensor(self.table.names, read_slots(maxima)),
+            amax=ByTensor(self.table.names, amax[:num_gradients]),
             vetoed_by=read_flag(maxima, Flag.VETO),
             stop_requested=read_flag(maxima, Flag.STOP) is not None,
+            fp8_amax=ByTensor(fp8_names, amax[num_gradients:] / np.array(units)),
+            num_saturated=ByTensor(fp8_names[: self.table.num_sent], *num_saturated),
         )
 
     def raise_if_broken(self, gather_values: Callable[[], list[dict[str, object]]] | None = None) -> None:
@@ -123,7 +137,7 @@ class Decision:
             DesyncError: if an agreed value differs between ranks.
             ProtocolError: if a rank failed before the exchange, or none has scaled a loss.
         """
-        maxima, _ = self._read()
+        maxima = self._read()[0]
         failed = read_flag(maxima, Flag.FAILED)
         if failed is not None:
             raise ProtocolError(
@@ -154,11 +168,12 @@ class Decision:
             )
 
     def _culprit(self, maxima: np.ndarray) -> Culprit | None:
-        found = read_culprit(maxima)
+        found = read_culprit(maxima, self.table.num_decisive)
         if found is None:
             return None
         slot, rank, is_nan = found
-        return Culprit(rank, "loss" if slot is None else self.table.names[slot], "nan" if is_nan else "inf")
+        names = [*self.table.names, *(tensor.name for tensor in self.table.fp8)]
+        return Culprit(rank, "loss" if slot is None else names[slot], "nan" if is_nan else "inf")
 
     def _read(self) -> list[np.ndarray]:
         if self._copy is None:

@@ -3,11 +3,13 @@
 ``maxima`` (int32, reduced by MAX) is a header of fixed size, then one slot a tensor::
 
     stop | failed | veto | scaled | unread | trains | loss | x, ~x for each agreed value | sides |
-    amax bits of every slot
+    amax bits of every gradient | of every FP8 tensor, those that are sent first
 
-Amax is that of the unscaled gradient.
+Amax is that of the unscaled gradient; that of an FP8 tensor is as it was seen. Gradients, as they are stepped and as
+they are sent, must be finite; other FP8 tensors need not be.
 
-``sums`` (float64, reduced by SUM, only when a norm is wanted) is the squared norm of the unscaled gradients.
+``sums`` (float64, reduced by SUM, only when there is something in it) is the squared norm of the unscaled gradients,
+and how many values of each FP8 tensor that is sent were beyond its scale.
 
 Two encodings make MAX enough. A value that must be equal on all ranks travels as ``x`` and ``~x``: their maxima are
 complements only if no rank differs; a rank that does not know it sends the smallest integer in both places. A
@@ -168,12 +170,16 @@ class Verdict(NamedTuple):
     done, and nothing is learned from it."""
 
 
-def judge(maxima: Tensor, sums: Tensor | None, max_norm: float | None) -> Verdict:
+def judge(maxima: Tensor, sums: Tensor | None, max_norm: float | None, num_decisive: int | None = None) -> Verdict:
     """Reads the decision off the reduced vectors. Syncs host: no.
 
     The clip coefficient is that of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
+
+    Args:
+        sums: of squares alone; None if no norm is wanted.
+        num_decisive: slots that must be finite, the first of all; None: all.
     """
-    slots = maxima[_SLOTS_AT:]
+    slots = maxima[_SLOTS_AT:][:num_decisive]
     largest = slots.amax() if slots.numel() else maxima.new_zeros(())
     overflow = largest >= INF_BITS
     if sums is not None:
@@ -218,13 +224,13 @@ def read_sides(maxima: np.ndarray) -> list[tuple[int, int]]:
 
 
 def read_slots(maxima: np.ndarray) -> np.ndarray:
-    """The unscaled amax of every tensor over all ranks, float32; inf or NaN where one was found. On the host."""
+    """The amax of every tensor over all ranks, float32; inf or NaN where one was found. On the host."""
     slots = maxima[_SLOTS_AT:].copy()
     slots[slots >= INF_BITS] &= ~_RANK_MASK
     return slots.view(np.float32)
 
 
-def read_culprit(maxima: np.ndarray) -> tuple[int | None, int, bool] | None:
+def read_culprit(maxima: np.ndarray, num_decisive: int | None = None) -> tuple[int | None, int, bool] | None:
     """The non-finite value to report: (slot or None for the loss, rank, whether it is a NaN). On the host.
 
     Among several tensors it is the last in the table: backward runs from the last layer to the first, so a value that
@@ -233,7 +239,7 @@ def read_culprit(maxima: np.ndarray) -> tuple[int | None, int, bool] | None:
     if maxima[Flag.LOSS] >= INF_BITS:
         bits, slot = int(maxima[Flag.LOSS]), None
     else:
-        bad = np.flatnonzero(maxima[_SLOTS_AT:] >= INF_BITS)
+        bad = np.flatnonzero(maxima[_SLOTS_AT:][:num_decisive] >= INF_BITS)
         if not bad.size:
             return None
         slot = int(bad[-1])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["AmaxByTensor", "Culprit", "HostCopy", "JsonlRecord", "StepReport"]
+__all__ = ["ByTensor", "Culprit", "HostCopy", "JsonlRecord", "StepReport"]
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Culprit:
     kind: Literal["inf", "nan"]
 
 
-class AmaxByTensor(Mapping[str, float]):
-    """Largest absolute gradient value by tensor name, over all ranks, in unscaled units; inf or NaN where one was."""
+class ByTensor(Mapping[str, float]):
+    """A number for each tensor, by name."""
 
-    def __init__(self, names: Sequence[str], amax: np.ndarray) -> None:
+    def __init__(self, names: Sequence[str], numbers: Sequence[float] | np.ndarray = ()) -> None:
         self._slots: Mapping[str, int] = {name: slot for slot, name in enumerate(names)}
-        self._amax = amax
+        self._numbers = numbers
 
     def __getitem__(self, name: str) -> float:
-        return float(self._amax[self._slots[name]])
+        return float(self._numbers[self._slots[name]])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._slots)
@@ -66,10 +66,15 @@ class StepReport:
     culprit: Culprit | None
     """None if the step was applied, or was skipped for another reason than a non-finite value."""
     amax: Mapping[str, float] = field(repr=False)
+    """Largest absolute value of each gradient, over all ranks, in unscaled units; inf or NaN where one was."""
     vetoed_by: int | None = None
     """Highest rank that called ``veto()``."""
     stop_requested: bool = False
     """Whether any rank called ``request_stop()`` before this step."""
+    fp8_amax: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """As ``amax``, of each FP8 tensor, over all ranks and micro-batches; 0 if none used it."""
+    num_saturated: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """How many values of each gradient that was sent in FP8 were beyond its scale, over all ranks."""
 
     @classmethod
     def unchecked(cls, step: int) -> StepReport:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.distributed import ProcessGroup
@@ -17,6 +18,8 @@ from distscale.arguments import check_max_norm, check_step, make_policy, read_sc
 from distscale.coordinator import Coordinator, Situation
 from distscale.decision import Decision
 from distscale.errors import ConfigError, ProtocolError
+from distscale.fp8 import saved
+from distscale.fp8.keeper import Fp8Scales
 from distscale.local import LocalScaler
 from distscale.policy import MAX_SCALE, MIN_SCALE, DynamicScale, Policy
 from distscale.record import StepReport
@@ -65,6 +68,7 @@ class DistributedGradScaler(LocalScaler):
             optimizer, group and position. In the norm, plain tensors of one name are replicas of one gradient if their
             values and first gradients are equal but for rounding, else tensors of their own, as in the stages of a
             pipeline; see :mod:`distscale.replicas`.
+        fp8: the FP8 scales of the model; see :mod:`distscale.fp8`. For FP8 without a loss scale, ``policy="none"``.
         on_step: called with the :class:`StepReport` of every step, once it has arrived on the host.
         min_scale: floor of dynamic scaling.
         max_scale: cap of dynamic scaling.
@@ -93,6 +97,7 @@ class DistributedGradScaler(LocalScaler):
         process_group: ProcessGroup | DeviceMesh | None = None,
         reducer: Reducer | None = None,
         names: NameSource | None = None,
+        fp8: Fp8Scales | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         min_scale: float = MIN_SCALE,
         max_scale: float = MAX_SCALE,
@@ -115,7 +120,9 @@ class DistributedGradScaler(LocalScaler):
         check_max_norm(max_norm)
         if reducer is not None and process_group is not None:
             raise ConfigError("give reducer= or process_group=, not both: each says which ranks decide together")
-        self._coordinator = Coordinator(process_group, reducer, names, max_norm)
+        if fp8 is not None and not isinstance(fp8, Fp8Scales):
+            raise ConfigError(f"fp8={fp8!r} is not allowed: what convert_to_fp8(model, recipe) returned, or None")
+        self._coordinator = Coordinator(process_group, reducer, names, max_norm, fp8)
         super().__init__(device, make_policy(policy, rule), enabled, self._coordinator.roster)
         self._reports = ReportQueue(on_step, max_consecutive_skips)
         self._stop_requested = False
@@ -235,6 +242,7 @@ class DistributedGradScaler(LocalScaler):
         old_scale = self._state().scale.clone()
         self._commit(state)
         self._carried.update(old_scale, state.scale)
+        self._commit_fp8(state.scale)
         for decision in self._decisions:
             decision.settle(state)
             self._reports.add(decision)
@@ -282,8 +290,34 @@ class DistributedGradScaler(LocalScaler):
         self._reports.drain()
         return self._reports.last
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in :class:`LocalScaler`, with the FP8 histories if there are any."""
+        state = super().state_dict()
+        fp8 = self._coordinator.fp8
+        return {**state, "fp8": fp8.state_dict()} if state and fp8 is not None else state
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores a state of this class, or of torch's GradScaler; on any number of ranks, and all load the same.
+
+        A state without FP8 histories, as of a run without FP8, lets them begin anew. Collective: no. Syncs host: no.
+
+        Raises:
+            ConfigError: if the state cannot be used; nothing is changed then.
+        """
+        fp8 = self._coordinator.fp8
+        histories = state_dict.get("fp8") if isinstance(state_dict, Mapping) and self._enabled else None
+        if histories is not None:
+            if fp8 is None:
+                raise ConfigError(
+                    "the saved scaler state has FP8 histories, and this scaler was made without fp8=; give it, or take "
+                    "'fp8' out of the state to go on without FP8"
+                )
+            saved.decode(fp8.recipe, histories, reset=False)
+            state_dict = {key: value for key, value in state_dict.items() if key != "fp8"}
         super().load_state_dict(state_dict)
+        if histories is not None and fp8 is not None:
+            fp8.load_state_dict(histories)
+            fp8.hand_out(torch.tensor(self.get_scale()))
         self._carried.forget_losses()
         self._failure = None
         self._stepper.forget()  # the optimizers are likely to be restored too
@@ -321,6 +355,17 @@ class DistributedGradScaler(LocalScaler):
         for optimizer in optimizers:
             self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
         return decision
+
+    def _commit_fp8(self, loss_scale: Tensor) -> None:
+        """Lets the FP8 tensors have their scales for the coming step. Syncs host: no."""
+        fp8 = self._coordinator.fp8
+        if fp8 is None:
+            return
+        if decisions := [one for one in self._decisions if one.table is self._decisions[-1].table]:
+            bits = torch.stack([decision.fp8_bits for decision in decisions]).amax(dim=0)
+            found_inf = torch.stack([decision.verdict.found_inf for decision in decisions]).amax()
+            fp8.commit(bits, found_inf, decisions[-1].loss_scale)
+        fp8.hand_out(loss_scale)
 
     def _steps_on_device(self, optimizer: Optimizer) -> bool:
         return self._stepper.steps_on_device(optimizer)

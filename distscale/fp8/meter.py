@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Meter", "Metered"]
+from distscale.errors import ProtocolError
+
+__all__ = ["Meter", "Metered", "join"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Meter:
     def __init__(self, tensors: Sequence[Metered]) -> None:
         self.tensors = tuple(tensors)
         self.scale = torch.zeros(len(self.tensors))
-        """fp32, shape (num_tensors,): multiplies on quantizing; 0: not known yet, so the tensor's own amax is to be used."""
+        """fp32, shape (num_tensors,): multiplies on quantizing; 0: unknown, the tensor's own amax is to be used."""
         self.amax = torch.zeros(len(self.tensors), dtype=torch.int32)
         """int32, shape (num_tensors,): amax bits, the maximum over everything since the last step."""
         self.num_saturated = torch.zeros(len(self.tensors), dtype=torch.int64)
@@ -52,3 +54,20 @@ class Meter:
     def record(self, index: int, bits: Tensor) -> None:
         """Raises an amax: int32 bits, shape (). Syncs host: no. Calling it twice for one tensor changes nothing."""
         self.amax[index].copy_(torch.maximum(self.amax[index], bits))
+
+
+def join(by_rank: Sequence[Sequence[Metered]]) -> tuple[Metered, ...]:
+    """The tensors of all ranks, each once, those that are sent first: the same on every rank.
+
+    Raises:
+        ProtocolError: if ranks mean different things by one name.
+    """
+    found: dict[str, Metered] = {}
+    for rank, tensors in enumerate(by_rank):
+        for tensor in tensors:
+            other = found.setdefault(tensor.name, tensor)
+            if other != tensor:
+                raise ProtocolError(
+                    f"ranks mean different FP8 tensors by one name: {tensor} on rank {rank}, else {other}"
+                )
+    return tuple(sorted(found.values(), key=lambda tensor: not tensor.is_sent))

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from distscale.errors import ConfigError
+from distscale.fp8.meter import Metered
 
 __all__ = ["CurrentScaling", "DelayedScaling", "Recipe"]
 
@@ -16,7 +17,7 @@ _FORMATS = {
     "E5M2": (torch.float8_e5m2, torch.float8_e5m2),
     "HYBRID": (torch.float8_e4m3fn, torch.float8_e5m2),
 }
-"""The dtype of values and weights, and that of gradients."""
+"""The first is the dtype of most tensors."""
 _LONGEST_HISTORY = 65536
 
 
@@ -25,7 +26,8 @@ class Recipe:
     """What both kinds of recipe have.
 
     Args:
-        fp8_format: "E4M3", "E5M2", or "HYBRID": E4M3 for inputs and weights, E5M2 for gradients (arXiv 2209.05433).
+        fp8_format: "E4M3", "E5M2", or "HYBRID": E5M2 for the gradients of the outputs of linears, whose values reach
+            over many powers of two (arXiv 2209.05433), E4M3 for all else, also for gradients that are sent.
         margin: powers of two that are left free above the largest value, for the next steps to grow into.
         power_of_two: round the scale down to a power of two, so that multiplying with it rounds nothing.
     """
@@ -44,9 +46,9 @@ class Recipe:
         if type(self.power_of_two) is not bool:
             raise ConfigError(f"power_of_two={self.power_of_two!r} is not allowed: True or False")
 
-    def dtype(self, is_gradient: bool) -> torch.dtype:
-        """The FP8 dtype of a gradient, or of anything else."""
-        return _FORMATS[self.fp8_format][is_gradient]
+    def dtype_of(self, tensor: Metered) -> torch.dtype:
+        """The FP8 dtype of ``tensor``."""
+        return _FORMATS[self.fp8_format][tensor.is_gradient and not tensor.is_sent]
 
     def as_dict(self) -> dict[str, str | int | bool]:
         """Plain values, for a saved state and for messages."""
@@ -57,8 +59,8 @@ class Recipe:
 class DelayedScaling(Recipe):
     """The scale of a step comes from the amax values of the steps before it, on which all ranks have agreed.
 
-    A tensor is read once: cast with a scale that is known, while its amax is found for later steps. A tensor that has no
-    history yet is scaled by its own amax.
+    A tensor is read once: cast with a scale that is known, while its amax is found for later steps. A tensor without a
+    history is scaled by its own amax.
 
     Args:
         amax_history_len: steps that are remembered.

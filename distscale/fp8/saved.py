@@ -1,7 +1,12 @@
-"""The saved state of FP8 scales: the recipe, and each tensor's history by name."""
+"""The saved state of FP8 scales: the recipe, and each tensor's history by name.
+
+It is JSON in one string, whatever is in it. So ``torch.distributed.checkpoint``, which brings back what the state to be
+loaded into has already, brings back the histories of a scaler that has none yet.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,19 +20,18 @@ from distscale.policy import is_number
 __all__ = ["decode", "encode"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_MAY_DIFFER = ("amax_history_len", "amax_compute_algo", "margin", "power_of_two")
-"""A history is as true under another rule for reading it."""
+_MAY_DIFFER = {"amax_history_len", "amax_compute_algo", "margin", "power_of_two"}
+"""A history is as true under another rule of reading it."""
 
 
-def encode(recipe: Recipe, histories: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Plain numbers and strings. Trailing zeros, which say that nothing is remembered, are left out."""
-    return {
-        "recipe": recipe.as_dict(),
-        "amax_history": {name: _without_zeros(history) for name, history in histories.items()},
-    }
+def encode(recipe: Recipe, histories: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """Zeros, which say that nothing is remembered, are left out, and so are tensors of which nothing is."""
+    known = {name: [amax for amax in history if amax > 0] for name, history in histories.items()}
+    known = {name: history for name, history in known.items() if history}
+    return {"recipe": json.dumps(recipe.as_dict()), "amax_history": json.dumps(known)}
 
 
-def decode(recipe: Recipe, state: Mapping[str, Any], reset: bool) -> dict[str, list[float]]:
+def decode(recipe: Recipe, state: Mapping[str, str], reset: bool) -> dict[str, list[float]]:
     """Reads what :func:`encode` wrote: histories by name, newest first.
 
     Raises:
@@ -35,23 +39,32 @@ def decode(recipe: Recipe, state: Mapping[str, Any], reset: bool) -> dict[str, l
     """
     if not isinstance(state, Mapping) or set(state) != {"recipe", "amax_history"}:
         raise ConfigError("this is not the state of FP8 scales: it must have 'recipe' and 'amax_history', and no more")
-    mine, saved = recipe.as_dict(), state["recipe"]
-    differing = [key for key in sorted({*mine, *saved} - {*_MAY_DIFFER}) if mine.get(key) != saved.get(key)]
+    mine, theirs = recipe.as_dict(), _read(state, "recipe")
+    differing = [key for key in sorted({*mine, *theirs} - _MAY_DIFFER) if mine.get(key) != theirs.get(key)]
+    if differing and reset:
+        return {}
     if differing:
-        if reset:
-            return {}
-        found = ", ".join(f"{key}={saved.get(key)!r} and not {mine.get(key)!r}" for key in differing)
+        found = ", ".join(f"{key}={theirs.get(key)!r} and not {mine.get(key)!r}" for key in differing)
         raise ConfigError(
             f"the saved FP8 scales are of another recipe: {found}; use that recipe, or load with reset=True to begin "
             "without a history"
         )
-    histories: dict[str, list[float]] = {}
-    for name, history in state["amax_history"].items():
-        if not all(is_number(amax) and math.isfinite(amax) and 0 < amax <= _FLOAT32_MAX for amax in history):
+    histories = _read(state, "amax_history")
+    for name, history in histories.items():
+        if not isinstance(history, list) or not all(is_number(amax) and _is_amax(amax) for amax in history):
             raise ConfigError(f"the saved FP8 scales cannot be used: the history of {name} holds impossible values")
-        histories[str(name)] = list(map(float, history))
     return histories
 
 
-def _without_zeros(history: Sequence[float]) -> list[float]:
-    return [amax for amax in history if amax > 0]
+def _read(state: Mapping[str, str], key: str) -> dict[str, Any]:
+    try:
+        value = json.loads(state[key])
+    except (TypeError, json.JSONDecodeError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"the saved FP8 scales cannot be used: {key} is not the JSON of an object")
+    return value
+
+
+def _is_amax(value: float) -> bool:
+    return math.isfinite(value) and 0 < value <= _FLOAT32_MAX
