@@ -361,11 +361,13 @@ class DistributedGradScaler(LocalScaler):
         fp8 = self._coordinator.fp8
         if fp8 is None:
             return
-        if decisions := [one for one in self._decisions if one.table is self._decisions[-1].table]:
-            bits = torch.stack([decision.fp8_bits for decision in decisions]).amax(dim=0)
-            found_inf = torch.stack([decision.verdict.found_inf for decision in decisions]).amax()
-            fp8.commit(bits, found_inf, decisions[-1].loss_scale)
-        fp8.hand_out(loss_scale)
+        decisions = [decision for decision in self._decisions if decision.table is self._decisions[-1].table]
+        if not decisions:
+            fp8.hand_out(loss_scale)
+            return
+        bits = torch.stack([decision.fp8_bits for decision in decisions]).amax(dim=0)
+        found_inf = torch.stack([decision.verdict.found_inf for decision in decisions]).amax()
+        fp8.finish_step(bits, found_inf, decisions[-1].loss_scale, loss_scale)
 
     def _steps_on_device(self, optimizer: Optimizer) -> bool:
         return self._stepper.steps_on_device(optimizer)

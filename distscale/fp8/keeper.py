@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,6 +68,8 @@ class Fp8Scales:
         """Whether all tensors of this rank are in the table that the ranks have agreed on."""
         self.meters: list[Meter] = []
         """Of this rank."""
+        self.listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
+        """Called at the end of each step with its ``found_inf``, its loss scale, and the next one: fp32, shape ()."""
         self._metered: dict[str, Metered] = {}
         self._loaded: Mapping[str, Sequence[float]] = {}  # also of tensors that are not in the table
         self._history = torch.zeros(0, 0)
@@ -170,6 +172,13 @@ class Fp8Scales:
         mine = scale[places].split_with_sizes([len(meter.tensors) for meter in meters])
         for meter, values in zip(meters, mine, strict=True):
             meter.scale.copy_(values, non_blocking=True)
+
+    def finish_step(self, bits: Tensor, found_inf: Tensor, loss_scale: Tensor, next_loss_scale: Tensor) -> None:
+        """What the scaler does in ``update()``: :meth:`commit`, :meth:`hand_out`, and telling the listeners."""
+        self.commit(bits, found_inf, loss_scale)
+        self.hand_out(next_loss_scale)
+        for listener in self.listeners:
+            listener(found_inf, loss_scale, next_loss_scale)
 
     # ---------------------------------------------------------------- saving
 
