@@ -114,7 +114,7 @@ class StopRequest:
     the next step. A second signal ends the process at once.
 
     Args:
-        stop_file: path that is looked for, or "" for none. Rank 0 alone need look.
+        stop_file: path that is looked for, or "" for none. One rank of each machine need look.
     """
 
     def __init__(self, stop_file: str = "") -> None:

@@ -16,22 +16,23 @@ class RunLock:
 
     Args:
         folder: of the run; its parents are made if missing.
+        is_shared: whether others may hold it as well that are as modest: the checks of several nodes, made at once.
 
     Raises:
         ConfigError: if another process holds it, or if nothing can be written there.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_shared: bool = False) -> None:
         path = folder.with_name(f"{folder.name}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = path.open("a", encoding="utf-8")
+            self._file: IO[str] = path.open("a+", encoding="utf-8")
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(f"the run cannot write {path}: {why}; choose another folder in run.out") from None
         try:
             # The file stays when the lock goes: removed, it could be locked twice under one name.
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
             if isinstance(error, BlockingIOError):

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
             environment = read_environment(os.environ)
         config, engine, text, resumed, faults = check(options, environment)
         # Tried before torchrun starts, so that the mistake is told once, and held by rank 0 to the end.
-        lock = RunLock(config.folder) if options.check or environment.rank == 0 else None
+        lock = RunLock(config.folder, is_shared=options.check) if options.check or environment.rank == 0 else None
     except ConfigError as error:
         # The first rank of a machine says it for all.
         if environment.local_rank == 0:

