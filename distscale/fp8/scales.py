@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from distscale.fp8.recipe import DelayedScaling, Recipe
-from distscale.policy import MAX_SCALE, MIN_SCALE
 from distscale.sweep import INF_BITS
 
 __all__ = ["advance", "bits_of_amax", "history_amax", "scale_of_amax", "unscaled"]
@@ -36,8 +35,9 @@ def scale_of_amax(amax: Tensor, largest: float | Tensor, recipe: Recipe, otherwi
     scale = (largest * 2.0**-recipe.margin) / amax.double()
     if recipe.power_of_two:
         scale = (scale.view(torch.int64) & _EXPONENT_OF_FLOAT64).view(torch.float64)
-    scale = scale.clamp(MIN_SCALE, MAX_SCALE).float()
-    return torch.where((amax > 0) & (amax <= _FLOAT32_MAX), scale, otherwise)
+    # Written out: torch.compile with dynamic=True takes global floats for variables, and fails by it.
+    scale = scale.clamp(2.0**-126, 2.0**126).float()
+    return torch.where((amax > 0) & (amax <= torch.finfo(torch.float32).max), scale, otherwise)
 
 
 def bits_of_amax(values: Tensor) -> Tensor:
