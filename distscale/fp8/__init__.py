@@ -6,3 +6,6 @@ from distscale.fp8.linear import Fp8Linear as Fp8Linear
 from distscale.fp8.recipe import CurrentScaling as CurrentScaling
 from distscale.fp8.recipe import DelayedScaling as DelayedScaling
 from distscale.fp8.recipe import Recipe as Recipe
+from distscale.fp8.send import SentGradients as SentGradients
+from distscale.fp8.send import send_gradients_in_fp8 as send_gradients_in_fp8
+from distscale.fp8.shards import keep_gradients_in_fp8 as keep_gradients_in_fp8

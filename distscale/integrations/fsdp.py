@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from distscale.errors import ConfigError
+from distscale.fsdp_units import param_groups
 from distscale.scaler import DistributedGradScaler
 from distscale.sweep.early import EarlySweeps
 
@@ -44,20 +45,11 @@ def overlap(scaler: DistributedGradScaler, model: nn.Module) -> int:
     early = scaler.early_sweeps
     num_early = 0
     for unit in units:
-        for group in _groups(unit):
-            if len(_groups(unit)) == 1 and group._all_reduce_hook is None:
+        for group in param_groups(unit):
+            if len(param_groups(unit)) == 1 and group._all_reduce_hook is None:
                 unit.set_all_reduce_hook(partial(_sweep_unit, early, group))
                 num_early += 1
     return num_early
-
-
-def _groups(unit: FSDPModule) -> list[Any]:
-    """The unit's parameter groups; one, unless its parameters lie on several meshes; none if it has no parameters."""
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.13 has one
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
 
 
 def _sweep_unit(early: EarlySweeps, group: Any, reduced: Tensor) -> None:

@@ -1,0 +1,298 @@
+"""Gradients of FSDP2 on the wire in FP8, against the exact sums of all ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from wire_models import Blocks, agree, batch, errors, exact, new_scales, step
+
+from distscale import ConfigError, DesyncError
+from distscale.fp8 import SentGradients, send_gradients_in_fp8
+from ranks import run_ranks
+
+INF_BITS = 0x7F800000
+
+
+def shard(model: Blocks, **kwargs: Any) -> Blocks:
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    fully_shard(model, **kwargs)
+    return model
+
+
+def one_loss(rank: int, **kwargs: Any) -> Callable[[nn.Module], list[Tensor]]:
+    return lambda model: [model(batch(rank), **kwargs)]
+
+
+def two_losses(rank: int, first_uses_side: bool) -> Callable[[nn.Module], list[Tensor]]:
+    return lambda model: [model(batch(rank, 0), uses_side=first_uses_side), model(batch(rank, 1))]
+
+
+def check(found: dict[str, float], bound: float = 0.03) -> None:
+    for name, error in found.items():
+        # Sent in bf16, by default: norms and biases, and the embedding.
+        is_exempt = "norm" in name or "bias" in name or "embedding" in name
+        assert error < (0.006 if is_exempt else bound), (name, error)
+        assert is_exempt or error > 0.002, (name, error)  # it did go through FP8
+
+
+# ---------------------------------------------------------------- exact sums
+
+
+def reductions(rank: int) -> None:
+    world_size = dist.get_world_size()
+    for granularity in ("tensor", "block"):
+        for dtype in (None, torch.bfloat16, torch.float16):
+            for name in ("avg", "premultiplied", "sum"):
+                model = Blocks()
+                factor = 1 / 3.0 if name == "premultiplied" else 1 / world_size
+                expected = exact(model, one_loss(rank), factor)
+                shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+                for module in model.modules():
+                    if isinstance(module, FSDPModule) and name == "premultiplied":
+                        module.set_gradient_divide_factor(3.0)
+                    if isinstance(module, FSDPModule) and name == "sum":
+                        module.set_force_sum_reduction_for_comms(True)
+                scales = new_scales("HYBRID")
+                sent = send_gradients_in_fp8(model, scales, min_numel=0, granularity=granularity)  # type: ignore[arg-type]
+                agree(scales)
+                for _ in range(2):  # with the own amax, and with the agreed scale
+                    model.zero_grad()
+                    model(batch(rank)).backward()
+                    check(errors(model, expected))
+                    assert not step(scales)[1].any()
+                assert 1.0 <= sent.traffic.num_bytes / sent.traffic.num_values < 1.5
+
+
+def accumulation(rank: int) -> None:
+    world_size = dist.get_world_size()
+    for syncs_each in (True, False):
+        for dtype in (None, torch.bfloat16):
+            model = Blocks()
+            first_uses_side = dtype is not None  # else the first reduction of a unit lacks a parameter
+            expected = exact(model, two_losses(rank, first_uses_side), 1 / world_size)
+            param_dtype = None if dtype is None else torch.float32
+            shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=dtype))
+            scales = new_scales()
+            sent = send_gradients_in_fp8(model, scales, min_numel=0)
+            agree(scales)
+            for index in range(2):
+                model.set_requires_gradient_sync(syncs_each or index == 1)  # type: ignore[operator]
+                model(batch(rank, index), uses_side=first_uses_side or index == 1).backward()
+            check(errors(model, expected))
+            num_params = sum(param.numel() for param in model.parameters())
+            num_values = sent.traffic.num_values * world_size / (world_size - 1)
+            assert num_values > 1.7 * num_params if syncs_each else num_values < 1.1 * num_params
+
+
+def unused(rank: int) -> None:
+    model = Blocks()
+    expected = exact(model, one_loss(rank, uses_side=False), 1 / dist.get_world_size())
+    shard(model)
+    scales = new_scales()
+    send_gradients_in_fp8(model, scales, min_numel=0)
+    agree(scales)
+    model(batch(rank), uses_side=False).backward()
+    check(errors(model, expected, unused=["side"]))
+    bits, _ = step(scales)
+    seen = {tensor.name: amax > 0 for tensor, amax in zip(scales.tensors, bits.tolist(), strict=True)}
+    assert seen == {name: "side" not in name for name in seen}
+
+
+def twice(rank: int) -> None:
+    """One unit is called twice in a forward pass."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.inner = nn.Linear(64, 64)
+            self.outer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(torch.tanh(self.outer(torch.tanh(self.inner(x))))).square().sum()  # type: ignore[no-any-return]
+
+    torch.manual_seed(rank)
+    x = torch.randn(8, 64)
+    model = Twice()
+    expected = exact(model, lambda model: [model(x)], 1 / dist.get_world_size())
+    fully_shard(model.inner)
+    fully_shard(model)
+    scales = new_scales()
+    send_gradients_in_fp8(model, scales)
+    agree(scales)
+    model(x).backward()
+    found = errors(model, expected)
+    assert 0.002 < found["inner.weight"] < 0.04 and 0.002 < found["outer.weight"] < 0.03, found
+
+
+def other_dims(rank: int) -> None:
+    model = Blocks()
+    expected = exact(model, one_loss(rank), 1 / dist.get_world_size())
+    for block in model.blocks:
+        fully_shard(block, shard_placement_fn=lambda param: Shard(1) if param.ndim == 2 else Shard(0))
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    scales = new_scales()
+    send_gradients_in_fp8(model, scales, min_numel=0)
+    agree(scales)
+    model(batch(rank)).backward()
+    check(errors(model, expected))
+
+
+def exemptions(rank: int) -> None:
+    model = shard(Blocks())
+    scales = new_scales()
+    send_gradients_in_fp8(model, scales, min_numel=0, prefix="model.", exempt=lambda name, _: name != "head.weight")
+    assert [tensor.name for tensor in scales.tensors] == ["model.head.weight.grad"]
+    with pytest.raises(ConfigError, match="are sent in FP8 already"):
+        send_gradients_in_fp8(model, new_scales())
+    scales = new_scales()
+    send_gradients_in_fp8(shard(Blocks()), scales)
+    assert not scales.tensors  # all are small
+    with pytest.raises(ConfigError, match="fully_shard"):
+        send_gradients_in_fp8(Blocks(), new_scales())
+
+
+# ---------------------------------------------------------------- what is seen
+
+
+def saturation(rank: int) -> None:
+    model = shard(Blocks())
+    scales = new_scales()
+    sent = send_gradients_in_fp8(model, scales, min_numel=0)
+    agree(scales)
+    model(batch(rank)).backward()
+    _, none = step(scales)
+    assert not none.any()
+    names = [tensor.name for tensor in scales.tensors]
+    before = scales_of(sent)
+    assert set(before) == set(names)
+    loss = model(batch(rank)) * (1000.0 if rank == 1 else 1.0)  # its gradients alone grow
+    loss.backward()
+    _, num_saturated = step(scales)
+    assert (num_saturated > 0).all()
+    after = scales_of(sent)
+    for name in names:
+        assert before[name] / 2048 <= after[name] <= before[name] / 128, name
+    model.zero_grad()
+    (model(batch(rank)) * (1000.0 if rank == 1 else 1.0)).backward()
+    assert not step(scales)[1].any()
+
+
+def scales_of(sent: SentGradients) -> dict[str, float]:
+    meters = [sender.meter for sender in sent.senders]
+    return {
+        tensor.name: scale
+        for meter in meters
+        for tensor, scale in zip(meter.tensors, meter.scale.tolist(), strict=True)
+    }
+
+
+def not_finite(rank: int) -> None:
+    for granularity in ("tensor", "block"):
+        for value in (math.inf, -math.inf, math.nan):
+            for is_agreed in (False, True):
+                model = shard(Blocks())
+                scales = new_scales()
+                send_gradients_in_fp8(model, scales, min_numel=0, granularity=granularity)  # type: ignore[arg-type]
+                agree(scales)
+                if is_agreed:
+                    model(batch(rank)).backward()
+                    step(scales)
+                    model.zero_grad()
+                loss = model(batch(rank))
+                if rank == 1:
+                    poison = torch.zeros(49, 32)
+                    poison[40, 3] = value
+                    assert not isinstance(model.head.weight, DTensor)  # it is whole until the backward pass has ended
+                    model.head.weight.register_hook(poison.add)
+                loss.backward()
+                bits, _ = scales.collect(torch.device("cpu"))
+                names = [tensor.name for tensor in scales.tensors]
+                bad = [name for name, amax in zip(names, bits.tolist(), strict=True) if amax >= INF_BITS]
+                assert bad == (["head.weight.grad"] if rank == 1 else []), (bad, value)
+                grad = model.head.weight.grad.full_tensor()  # type: ignore[union-attr]
+                assert not grad[40, 3].isfinite()
+                assert grad.isfinite().sum() >= grad.numel() - (128 if granularity == "block" else 1)
+
+
+def other_tensors(rank: int) -> None:
+    """Two parameters of one size, of which each rank uses another one."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.left if rank == 0 else self.right)(x).sum()  # type: ignore[no-any-return]
+
+    model = fully_shard(Either())
+    send_gradients_in_fp8(model, new_scales())
+    others = list(range(1, dist.get_world_size())) if rank == 0 else [0]
+    with pytest.raises(DesyncError, match=re.escape(f"ranks {others} sent gradients of other tensors")):
+        model(torch.ones(1, 64)).backward()
+
+
+def unknown(rank: int) -> None:
+    """Where it cannot be told what is in the flat gradient, it is reduced as without us."""
+    model = Blocks()
+    expected = exact(model, one_loss(rank), 1 / dist.get_world_size())
+    shard(model)
+    scales = new_scales()
+    send_gradients_in_fp8(model, scales, min_numel=0)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            (group,) = module._get_fsdp_state()._fsdp_param_groups
+            del group.post_backward  # our note of what has a gradient
+    with pytest.warns(UserWarning, match="are reduced without FP8"):
+        model(batch(rank)).backward()
+    assert max(errors(model, expected).values()) < 1e-5
+
+
+def hsdp(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Blocks()
+    expected = exact(model, one_loss(rank), 1 / 4)
+    shard(model, mesh=mesh)
+    scales = new_scales()
+    send_gradients_in_fp8(model, scales, min_numel=0)
+    agree(scales)
+    for _ in range(2):
+        model.zero_grad()
+        model(batch(rank)).backward()
+        check(errors(model, expected))
+        step(scales)
+    # A micro-batch that is summed within the shards alone, and one that is summed over the replicas, too.
+    model.zero_grad()
+    expected = exact(Blocks(), two_losses(rank, True), 1 / 4)
+    for index in range(2):
+        model.set_requires_all_reduce(index == 1)  # type: ignore[operator]
+        model(batch(rank, index)).backward()
+    check(errors(model, expected))
+
+
+CASES_OF_ALL = [reductions, accumulation, unused, twice, other_dims, exemptions, saturation, not_finite, unknown]
+
+
+def cases(rank: int, functions: Sequence[Callable[[int], None]]) -> None:
+    for function in functions:
+        function(rank)
+
+
+def test_on_two_ranks() -> None:
+    run_ranks(cases, 2, [*CASES_OF_ALL, other_tensors], timeout_s=110.0)
+
+
+def test_on_four_ranks() -> None:
+    run_ranks(cases, 4, [hsdp, accumulation, saturation, other_tensors], timeout_s=110.0)
