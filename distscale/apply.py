@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distscale.decision import Decision
 from distscale.roster import Roster
+from distscale.shards import restore_fp8
 from distscale.sweep import scale_
 
-__all__ = ["Stepper", "may_rehearse", "with_gradients"]
+__all__ = ["Stepper", "may_rehearse", "params_of", "with_gradients"]
 
 
 class _Warm(NamedTuple):
@@ -75,6 +76,8 @@ class Stepper:
         Returns:
             What each ``optimizer.step`` has returned.
         """
+        for optimizer in optimizers:
+            restore_fp8(params_of(optimizer))
         on_device = [takes_grad_scale(optimizer) and not self._roster.shares(optimizer) for optimizer in optimizers]
         held = self._roster.held(
             optimizer for optimizer, is_its_work in zip(optimizers, on_device, strict=True) if not is_its_work
@@ -135,8 +138,13 @@ def may_rehearse(optimizer: Optimizer) -> bool:
 
 def with_gradients(optimizer: Optimizer) -> dict[int, Tensor]:
     """The parameters of ``optimizer`` that have a gradient, by id."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return {id(param): param for param in params if param.grad is not None}
+    params = params_of(optimizer)
+    return {id(param): param for param in params if param.grad is not None or hasattr(param, "fp8_grad")}
+
+
+def params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All parameters of ``optimizer``."""
+    return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _switches(optimizer: Optimizer) -> tuple[bool, ...]:

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
+from distscale.apply import params_of
 from distscale.arguments import map_tensors
 from distscale.carried import CarriedScale
 from distscale.errors import ProtocolError
 from distscale.integrations.pipelining import is_dry_run
 from distscale.policy import Policy
 from distscale.roster import Roster
+from distscale.shards import restore_fp8
 from distscale.state import ScaleKeeper
 from distscale.sweep import loss_bits
 from distscale.unscaling import Found, unscale
@@ -80,6 +82,7 @@ class LocalScaler(ScaleKeeper):
             )
         if stage is OptState.STEPPED:
             raise ProtocolError(f"unscale_() was called for {name} after its step(); call it before, or call update()")
+        restore_fp8(params_of(optimizer))
         inv_scale = self._carried_scale().double().reciprocal().float()
         self._roster.meet([optimizer])
         state = self._per_optimizer_states[id(optimizer)]

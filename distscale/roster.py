@@ -124,7 +124,13 @@ class Roster:
         """
         # The gradient is held by all its holders, cut into num_shards pieces: the rest is replication.
         return [
-            Part(shard.values, table.slots[name], shard.num_shards / table.holders[name], is_scaled=key not in unscaled)
+            Part(
+                shard.values,
+                table.slots[name],
+                shard.num_shards / table.holders[name],
+                is_scaled=key not in unscaled,
+                scale_inv=shard.scale_inv,
+            )
             for key, (name, shard) in self.held(optimizers).items()
         ]
 
@@ -152,10 +158,10 @@ class Roster:
         return any(other is not optimizer and not entry.ids.isdisjoint(mine) for other, entry in self._entries.items())
 
     def values_of_others(self, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-        """This rank's part of every gradient of an optimizer that was met and is not among ``optimizers``."""
+        """What to multiply to rescale every gradient of an optimizer that was met and is not among ``optimizers``."""
         self.meet(self.optimizers)
         theirs = self.ids(optimizers)
-        return [held.shard.values for key, held in self.held(self.optimizers).items() if key not in theirs]
+        return [held.shard.to_rescale for key, held in self.held(self.optimizers).items() if key not in theirs]
 
     def _named(self) -> dict[str, Tensor]:
         return {name: param for entry in self._entries.values() for name, param in entry.named}

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from distscale.apply import Stepper, may_rehearse
+from distscale.apply import Stepper, may_rehearse, params_of
 from distscale.arguments import check_max_norm, check_step, make_policy, read_scale, split_optimizers
 from distscale.coordinator import Coordinator, Situation
 from distscale.decision import Decision
@@ -26,6 +26,7 @@ from distscale.record import StepReport
 from distscale.reducers import Reducer
 from distscale.reports import ReportQueue
 from distscale.roster import NameSource, Roster
+from distscale.shards import drop_fp8
 from distscale.sweep.early import EarlySweeps
 
 __all__ = ["DistributedGradScaler"]
@@ -196,6 +197,9 @@ class DistributedGradScaler(LocalScaler):
                     "apply it, so its parameters are not those of the other ranks. Restart from a checkpoint"
                 )
                 raise
+        else:
+            for optimizer in optimizers:
+                drop_fp8(params_of(optimizer))
         self._carried.note_stepped(optimizers)
         if not trains and decision.is_rehearsal:
             self._decisions.pop()

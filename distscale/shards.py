@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Shard", "is_dtensor", "is_here", "shard_of"]
+__all__ = ["Fp8Shard", "Shard", "drop_fp8", "is_dtensor", "is_here", "restore_fp8", "shard_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,51 @@ class Shard:
     """Dense, real, local; shares memory with the gradient. Any floating dtype, any shape, possibly empty."""
     num_shards: int
     """Into how many pieces the gradient is cut over its mesh; 1 for a plain tensor."""
+    scale_inv: Tensor | None = None
+    """fp32, one element: what ``values`` are to be multiplied with, if they are FP8."""
+
+    @property
+    def to_rescale(self) -> Tensor:
+        """What to multiply in place so that the gradient is multiplied."""
+        return self.values if self.scale_inv is None else self.scale_inv
+
+
+class Fp8Shard:
+    """This rank's part of a gradient that is kept in FP8, as ``param.fp8_grad``; see :mod:`distscale.fp8.shards`.
+
+    Args:
+        values: FP8, this rank's part.
+        scale_inv: fp32, shape ().
+        like: the gradient, whose dtype and place on a mesh are noted; its values are not.
+    """
+
+    def __init__(self, values: Tensor, scale_inv: Tensor, like: Tensor) -> None:
+        self.values, self.scale_inv = values, scale_inv
+        self._dtype = like.dtype
+        self._spec = (like.device_mesh, like.placements, like.shape, like.stride()) if is_dtensor(like) else None
+
+    @property
+    def num_shards(self) -> int:
+        """Into how many pieces the gradient is cut over its mesh."""
+        return 1 if self._spec is None else _num_shards(*self._spec[:2])
+
+    def dequantized(self) -> Tensor:
+        """fp32, this rank's part."""
+        return self.values.float() * self.scale_inv
+
+    def gradient(self) -> Tensor:
+        """As it was, but for what FP8 has lost."""
+        local = self.dequantized().to(self._dtype)
+        if self._spec is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = self._spec
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """This rank's part of ``param.grad``, or None if there is no gradient.
+    """This rank's part of ``param.grad``, or of ``param.fp8_grad``; None if there is no gradient.
 
     A sparse gradient is coalesced in place first, so that duplicate indices are summed before they are checked. A
     DTensor gradient with a pending reduction (``Partial``) is reduced first.
@@ -35,6 +79,9 @@ def shard_of(param: Tensor) -> Shard | None:
     Collective: only for a ``Partial`` gradient, over its own mesh. Syncs host: only for a sparse gradient.
     """
     grad = param.grad
+    kept: Fp8Shard | None = getattr(param, "fp8_grad", None)
+    if kept is not None:
+        return Shard(kept.values, kept.num_shards, kept.scale_inv)
     if grad is None:
         return None
     num_shards = 1
@@ -46,10 +93,7 @@ def shard_of(param: Tensor) -> Shard | None:
                 placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
             )
             param.grad = grad
-        mesh, placements = grad.device_mesh, grad.placements
-        num_shards = math.prod(
-            mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate()
-        )
+        num_shards = _num_shards(grad.device_mesh, grad.placements)
         num_changes = grad._version
         grad = grad.to_local()
         if num_changes:
@@ -72,6 +116,26 @@ def shard_of(param: Tensor) -> Shard | None:
             grad = param.grad = grad.resolve_conj()
         grad = torch.view_as_real(grad)
     return Shard(grad.detach(), num_shards)
+
+
+def restore_fp8(params: Iterable[Tensor]) -> None:
+    """Takes gradients that are kept in FP8 back into ``grad``. Collective: no. Syncs host: no."""
+    for param in params:
+        kept: Fp8Shard | None = getattr(param, "fp8_grad", None)
+        if kept is not None:
+            param.grad = kept.gradient()
+            del param.fp8_grad  # type: ignore[attr-defined]
+
+
+def drop_fp8(params: Iterable[Tensor]) -> None:
+    """Forgets gradients that are kept in FP8."""
+    for param in params:
+        if hasattr(param, "fp8_grad"):
+            del param.fp8_grad
+
+
+def _num_shards(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
+    return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
