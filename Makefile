@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain compare bench test cluster soak soak-torch lint format hooks clean
+.PHONY: help setup pretrain compare bench test soak soak-torch lint format hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,9 +41,6 @@ bench: $(READY) ## measure the sweep beside torch's operators
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
-
-cluster: $(READY) ## run the tests on a real SLURM, on two hosts, of many faults (root, slurm-wlm, munge, iproute2)
-	DISTSCALE_CLUSTER=1 $(BIN)/python -m pytest tests/launch/test_slurm.py tests/launch/test_two_hosts.py tests/launch/test_faults.py $(ARGS)
 
 soak: $(READY) ## play 10,000 random steps with random faults on every layout
 	DISTSCALE_SOAK_STEPS=$${DISTSCALE_SOAK_STEPS:-10000} $(BIN)/python -m pytest tests/soak $(ARGS)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
+import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_pretrain import CONFIG, DEADLINE_S, LASTING, SENTENCE, TORCHRUN, Program, record
+from patience import DEADLINE_S, Patient
+from test_pretrain import CONFIG, LASTING, SENTENCE, TORCHRUN, record
+from test_pretrain_deepspeed import CONFIG as DEEPSPEED_CONFIG
+from test_pretrain_deepspeed import shipped
 
 from checkpoints import checkpoints_of
 from distscale.slurm import Job, Kind, render
@@ -27,21 +29,24 @@ ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin"
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]
 pytestmark = [
-    pytest.mark.skipif("DISTSCALE_CLUSTER" not in os.environ, reason="starts a SLURM of its own: make cluster"),
     pytest.mark.skipif(bool(MISSING), reason=f"SLURM is not installed here: there is no {', '.join(MISSING)}"),
     pytest.mark.skipif(os.geteuid() != 0, reason="SLURM's node daemons run as root, and this is another user"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(DEADLINE_S + 60),
 ]
+HOST = socket.gethostname().partition(".")[0]
 # Names that every machine can look up, though both are this one.
 NODES = ("127.0.0.1", "127.0.0.2")
-JOB_DEADLINE_S = 150.0
 NUM_STEPS = 24
-HELD_STEP = 5
+# From step 5 on a step takes a second, in the first life, so that it is not over when it is to be stopped.
+SLOW = "; ".join(f"slow step={step} rank=0 seconds=1" for step in range(5, NUM_STEPS))
 SLURM_CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
+FirstJobId={first_job}
+KillWait=5
+SchedulerParameters=sched_interval=1
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CryptoType=crypto/munge
@@ -62,21 +67,8 @@ NodeName={nodes[0]} NodeHostname={host} Port={ports[1]} CPUs=4 RealMemory=1000
 NodeName={nodes[1]} NodeHostname={host} Port={ports[2]} CPUs=4 RealMemory=1000
 PartitionName=test Nodes=ALL Default=YES State=UP
 """
+FOLLOW = ["tail", "--quiet", "--follow=name", "--retry", "--sleep-interval=0.1", "--lines=+1"]
 MUNGE_FILES = [(f"{name}-file", name) for name in ("key", "pid", "log", "seed")] + [("socket", "socket")]
-
-
-class Patient(Program):
-    """A program that may last as long as a job."""
-
-    def __init__(self, command: list[str], folder: Path) -> None:
-        super().__init__(command, folder)
-        self._until = time.monotonic() + JOB_DEADLINE_S
-
-    def wait_for(self, pattern: str) -> str:
-        try:
-            return super().wait_for(pattern)
-        except queue.Empty:
-            raise AssertionError(f"no line like {pattern!r} came in time:\n{self.output}") from None
 
 
 def free_ports(number: int) -> list[int]:
@@ -96,13 +88,14 @@ def cluster() -> Iterator[Path]:
     (folder / "state").mkdir()
     (folder / "munge.key").write_bytes(os.urandom(64))
     (folder / "munge.key").chmod(0o400)
-    values = {"host": socket.gethostname().partition(".")[0], "folder": folder, "ports": free_ports(3), "nodes": NODES}
-    (folder / "slurm.conf").write_text(SLURM_CONF.format(**values))
+    values = {"host": HOST, "folder": folder, "ports": free_ports(3), "nodes": NODES}
+    # The ports of jobs follow from their number, and there may be another such cluster on this machine.
+    (folder / "slurm.conf").write_text(SLURM_CONF.format(first_job=random.randrange(1, 10_000), **values))
     (folder / "slurm" / "logs").mkdir(parents=True)
     (folder / "launch").symlink_to(ROOT / "launch")
     (folder / "text.txt").write_bytes(SENTENCE * 100)
     munge = [f"--{what}={folder}/munge.{name}" for what, name in MUNGE_FILES]
-    daemons: list[Program] = []
+    daemons: list[Patient] = []
 
     def start(command: list[str], sign: str) -> None:
         daemons.append(Patient(command, folder))
@@ -136,87 +129,93 @@ def until(condition: Callable[[], bool], what: str) -> None:
         assert time.monotonic() < end, f"it never came about that {what}"
 
 
-def is_pending(number: signal.Signals, process: int) -> bool:
-    """Whether a signal waits for a process that is held."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"^S(?:ig|hd)Pnd:\t(\w+)$", status, re.M))
-
-
 class Submitted:
     """A job that was submitted, and its output as it comes."""
 
-    def __init__(self, folder: Path, name: str, kind: Kind, stack: ExitStack, max_requeues: int = 20) -> None:
-        job = Job(name, f"{name}.toml", kind, partition="test", ranks_per_node=1, cpu=True, max_requeues=max_requeues)
-        (folder / f"{name}.sbatch").write_text(render(job))
-        self.run = folder / "runs" / name
-        submit = ["sbatch", "--parsable", f"{name}.sbatch"]
+    def __init__(self, folder: Path, job: Job, stack: ExitStack) -> None:
+        (folder / "job.sbatch").write_text(render(job))
+        self.run = folder / "runs" / job.name
+        submit = ["sbatch", "--parsable", "job.sbatch"]
         self.number = subprocess.run(submit, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
         stack.callback(self._close)
-        self.log = folder / "slurm" / "logs" / f"{name}-{self.number}.log"
-        node_log = self.log.with_name(f"{name}-{self.number}-{socket.gethostname().partition('.')[0]}.log")
+        name = f"{job.name}_preflight" if job.kind == "preflight" else job.name
+        self.logs = folder / "slurm" / "logs"
         self.output, self.ranks_output = (
-            Patient(["tail", "--quiet", "--follow=name", "--retry", "--lines=+1", str(path)], folder)
-            for path in (self.log, node_log)
+            Patient([*FOLLOW, str(self.logs / file)], folder)
+            for file in (f"{name}-{self.number}.log", f"{name}-{self.number}-{HOST}.log")
         )
         stack.callback(self.output.close)
         stack.callback(self.ranks_output.close)
 
-    def end(self) -> str:
-        """Waits for the end and returns the state, such as COMPLETED."""
-        self.ranks_output.wait_for("results are in")
-        until(lambda: self.state not in ("RUNNING", "COMPLETING"), "the job has ended")
-        return self.state
-
-    @property
-    def state(self) -> str:
-        return self._scontrol("show", "job", self.number).partition("JobState=")[2].split()[0]
+    def end(self) -> None:
+        """Waits for the end, which is to be a good one."""
+        until(lambda: self._state not in ("PENDING", "RUNNING", "COMPLETING"), "the job has ended")
+        assert self._state == "COMPLETED", self.output.output + self.ranks_output.output
 
     def hurry(self) -> None:
         """Takes away the two minutes that SLURM has a requeued job wait."""
-        until(lambda: "Reason=BeginTime" in self._scontrol("show", "job", self.number), "the job is in the queue")
+        # Its nodes are done with it only when it does not say COMPLETING any more.
+        until(lambda: self._state == "PENDING" and "Reason=BeginTime" in self._shown(), "the job is in the queue")
         # Not at once: within the second, the nodes take the new start for the one that they have just ended.
-        self._scontrol("update", f"JobId={self.number}", "StartTime=now+3")
+        subprocess.run(["scontrol", "update", f"JobId={self.number}", "StartTime=now+2"], check=True)
 
-    def _scontrol(self, *arguments: str) -> str:
-        return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout
+    @property
+    def _state(self) -> str:
+        return self._shown().partition("JobState=")[2].split()[0]
+
+    def _shown(self) -> str:
+        show = ["scontrol", "show", "job", self.number]
+        return subprocess.run(show, check=True, capture_output=True, text=True).stdout
 
     def _close(self) -> None:
         """Ends the job, if need be, and waits until nothing of it is left."""
-        if self.state in ("PENDING", "RUNNING"):
-            for process in self.ranks():
-                os.kill(process, signal.SIGKILL)
+        if self._state in ("PENDING", "RUNNING"):
             subprocess.run(["scancel", self.number], check=True)
-        until(lambda: self.state not in ("RUNNING", "COMPLETING"), "the job has ended")
-
-    def ranks(self) -> list[int]:
-        """The processes of the training program that the nodes have started."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                arguments = (process / "cmdline").read_bytes().split(b"\0")
-                environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"launch/pretrain.py" in arguments[1:3] and f"SLURM_JOB_ID={self.number}".encode() in environment:
-                found.append(int(process.name))
-        return found
+        until(lambda: self._state not in ("RUNNING", "COMPLETING"), "the job has ended")
 
 
-def write_config(folder: Path, name: str) -> None:
-    text = CONFIG.replace('name = "tiny"', f'name = "{name}"').replace("steps = 80", f"steps = {NUM_STEPS}")
+def job(name: str, kind: Kind, config: str, deepspeed: str | None = None) -> Job:
+    """A job on both nodes, one rank on each."""
+    return Job(name, config, kind, deepspeed, partition="test", ranks_per_node=1, cpu=True)
+
+
+def write_config(folder: Path, name: str, text: str = CONFIG) -> str:
+    """Returns the name of a file with the config of a short run."""
+    settings = {"name": f'"{name}"', "steps": NUM_STEPS, "timeout_s": 120.0}
+    for key, value in settings.items():
+        text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.M)
     (folder / f"{name}.toml").write_text(text)
+    return f"{name}.toml"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Path) -> list[dict[str, Any]]:
     """The record of a run that was left alone, without SLURM."""
-    write_config(cluster, "undisturbed")
-    program = Program([*TORCHRUN, "undisturbed.toml"], cluster)
+    program = Patient([*TORCHRUN, write_config(cluster, "undisturbed")], cluster)
     try:
         assert program.end() == 0, program.output
     finally:
         program.close()
     return record(cluster / "runs" / "undisturbed")
+
+
+def test_the_ranks_are_checked_together(cluster: Path) -> None:
+    with ExitStack() as stack:
+        checked = Submitted(cluster, job("checked", "preflight", "checked.toml"), stack)
+        checked.ranks_output.wait_for("2 ranks, started by srun")
+        checked.ranks_output.wait_for("passed: all ranks skipped the inf planted on rank 1")
+        checked.end()
+
+
+def test_a_deepspeed_engine_trains(cluster: Path) -> None:
+    config = write_config(cluster, "engine", DEEPSPEED_CONFIG)
+    with ExitStack() as stack:
+        engine = Submitted(cluster, job("engine", "torchrun", config, str(shipped("2"))), stack)
+        engine.ranks_output.wait_for("results are in runs/engine")
+        engine.end()
+        rows = record(engine.run)
+        assert [row["step"] for row in rows] == list(range(NUM_STEPS))
+        assert not rows[-1]["skipped"]
 
 
 @pytest.mark.parametrize(("kind", "to_whom"), [("torchrun", ["--batch"]), ("srun", [])])
@@ -227,32 +226,23 @@ def test_a_job_is_warned_saves_is_requeued_and_ends_as_if_left_alone(
     kind: Kind,
     to_whom: list[str],
 ) -> None:
-    write_config(cluster, kind)
-    # Time to hold the ranks, which cannot come to their end then before the signal comes to them.
-    monkeypatch.setenv("DISTSCALE_FAULTS", f"slow step={HELD_STEP} rank=0 seconds=3")
+    monkeypatch.setenv("DISTSCALE_FAULTS", SLOW)
     with ExitStack() as stack:
-        job = Submitted(cluster, kind, kind, stack)
-        job.ranks_output.wait_for(f"step {HELD_STEP}/")
-        ranks = job.ranks()
-        assert len(ranks) == len(NODES)
-        for rank in ranks:
-            os.kill(rank, signal.SIGSTOP)
-        subprocess.run(["scancel", *to_whom, "--signal=USR2", job.number], check=True)
+        warned = Submitted(cluster, job(kind, kind, write_config(cluster, kind)), stack)
+        warned.ranks_output.wait_for("step 5/")
+        subprocess.run(["scancel", *to_whom, "--signal=USR2", warned.number], check=True)
         if to_whom:
-            job.output.wait_for("stopping: the run saves after this step")
-        else:
-            for rank in ranks:
-                until(lambda rank=rank: is_pending(signal.SIGUSR2, rank), "the signal is with the rank")
-        for rank in ranks:
-            os.kill(rank, signal.SIGCONT)
-        job.ranks_output.wait_for(rf"stopped after step [67] of {NUM_STEPS}; everything is saved")
-        job.output.wait_for("requeued, 1 of at most 20 times")
-        job.hurry()
-        job.ranks_output.wait_for(f"resumed runs/{kind} at step [67]")
-        assert job.end() == "COMPLETED", job.output.output + job.ranks_output.output
-        rows = record(job.run)
+            warned.output.wait_for("stopping: the run saves after this step")
+        stopped = warned.ranks_output.wait_for(rf"stopped after step \d+ of {NUM_STEPS}; everything is saved")
+        step = int(stopped.split()[3])
+        warned.output.wait_for("requeued, 1 of at most 20 times")
+        warned.hurry()
+        warned.ranks_output.wait_for(f"resumed runs/{kind} at step {step}")
+        warned.ranks_output.wait_for("results are in")
+        warned.end()
+        rows = record(warned.run)
         for before, after in zip(undisturbed, rows, strict=True):
             assert {key: after[key] for key in LASTING} == {key: before[key] for key in LASTING}
-        assert NUM_STEPS in checkpoints_of(job.run)
+        assert {step, NUM_STEPS} <= checkpoints_of(warned.run).keys()
         # The log of the job and those of its nodes are all that stays.
-        assert len(list(job.log.parent.glob(f"*-{job.number}*"))) == 2
+        assert len(list(warned.logs.glob(f"*-{warned.number}*"))) == 2
