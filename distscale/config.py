@@ -183,6 +183,32 @@ class ScalerSection(Section):
         return self
 
 
+class Fp8Section(Section):
+    """FP8; see :mod:`distscale.fp8`. The scaler keeps the scales, so it must be enabled."""
+
+    linears: bool = False
+    """Multiply in FP8 within the linear layers of the blocks."""
+    gradients: bool = False
+    """Send gradients to other ranks in FP8."""
+    scaling: Literal["delayed", "current", "none"] = "delayed"
+    """Scales from the amax values of earlier steps, or from a tensor's own; none, to see what happens: 1 for all."""
+    fp8_format: Literal["E4M3", "HYBRID"] = "HYBRID"
+    """HYBRID: E5M2 for the gradients of the outputs of linear layers, E4M3 for all else."""
+    margin: int = Field(default=0, ge=0, le=16)
+    """Powers of two that are left free above the largest value."""
+    power_of_two: bool = True
+    """Round scales down to powers of two."""
+    amax_history_len: int = Field(default=16, ge=1, le=65536)
+    """Steps that are remembered, with delayed scaling."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """What of them counts."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is in FP8."""
+        return self.linears or self.gradients
+
+
 class FaultsSection(Section):
     """Faults on purpose; see :mod:`distscale.faults`."""
 
@@ -206,6 +232,7 @@ class Config(Section):
     parallel: ParallelSection = ParallelSection()
     precision: PrecisionSection = PrecisionSection()
     scaler: ScalerSection = ScalerSection()
+    fp8: Fp8Section = Fp8Section()
     faults: FaultsSection = FaultsSection()
 
     @model_validator(mode="after")
@@ -213,6 +240,11 @@ class Config(Section):
         if self.train.warmup > self.run.steps:
             raise ValueError(
                 f"train.warmup = {self.train.warmup} is longer than run.steps = {self.run.steps}; shorten it"
+            )
+        if self.fp8.is_used and not self.scaler.enabled:
+            raise ValueError(
+                "fp8 needs scaler.enabled = true, for the scaler keeps the FP8 scales; to train without a loss scale "
+                'write scaler.policy = "none"'
             )
         return self
 

@@ -44,12 +44,14 @@ NOT_IN_TOML: dict[str, set[str] | bool] = {
     "parallel": {"layout"},
     "train": {"profile_every", "checkpoint_async"},
     "faults": True,
+    "fp8": True,
 }
 # Why, if not because the JSON says it.
 NOT_DONE = {
     "profile_every": "gradients are not profiled",
     "checkpoint_async": "DeepSpeed writes the checkpoints",
     "inject": "no faults are injected",
+    "fp8": "nothing is in FP8",
 }
 # What may change from one call to the next without making another run of it.
 FREE_ENGINE_KEYS = frozenset({"steps_per_print", "wall_clock_breakdown", "dump_state"})
@@ -113,7 +115,7 @@ def _check_toml(path: str, config: Config) -> None:
         for key in sorted(given if keys is True else given & keys):
             if key in NOT_DONE and not getattr(getattr(config, section), key):
                 continue
-            why = NOT_DONE.get(key, f"{path} says that")
+            why = NOT_DONE.get(key, NOT_DONE.get(section, f"{path} says that"))
             raise ConfigError(f"{section}.{key} has no effect with --deepspeed, where {why}; take it out of the TOML")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "Block"]
+__all__ = ["GPT", "Block", "Linear", "plain_linear"]
 
 EMBEDDING_STD = 0.3
 
@@ -30,6 +32,14 @@ class Linear(nn.Module):
         return F.linear(x.float(), weight.float()).to(x.dtype)
 
 
+def plain_linear(num_in: int, num_out: int) -> nn.Linear:
+    """The same weights in torch's own layer, for those who convert it."""
+    linear = nn.Linear(num_in, num_out, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(Linear(num_in, num_out).weight)
+    return linear
+
+
 class Norm(nn.Module):
     """LayerNorm computed in fp32, without a bias."""
 
@@ -44,15 +54,15 @@ class Norm(nn.Module):
 class Block(nn.Module):
     """Attention and a two-layer perceptron, each on a normalised copy of the residual stream."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, linear: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.attention_norm = Norm(width)
-        self.query_key_value = Linear(width, 3 * width)
-        self.attention_out = Linear(width, width)
+        self.query_key_value = linear(width, 3 * width)
+        self.attention_out = linear(width, width)
         self.mlp_norm = Norm(width)
-        self.mlp_in = Linear(width, 4 * width)
-        self.mlp_out = Linear(4 * width, width)
+        self.mlp_in = linear(width, 4 * width)
+        self.mlp_out = linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention_out(self._attend(self.query_key_value(self.attention_norm(x))))
@@ -77,16 +87,24 @@ class GPT(nn.Module):
         num_heads: divides ``width``.
         sequence: longest input.
         dtype: of the activations.
+        linear: makes the linear layers of the blocks.
     """
 
     def __init__(
-        self, vocabulary: int, layers: int, width: int, num_heads: int, sequence: int, dtype: torch.dtype
+        self,
+        vocabulary: int,
+        layers: int,
+        width: int,
+        num_heads: int,
+        sequence: int,
+        dtype: torch.dtype,
+        linear: Callable[[int, int], nn.Module] = Linear,
     ) -> None:
         super().__init__()
         self.dtype = dtype
         self.token = nn.Parameter(torch.randn(vocabulary, width) * EMBEDDING_STD)
         self.position = nn.Parameter(torch.randn(sequence, width) * EMBEDDING_STD)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, num_heads, linear) for _ in range(layers))
         self.norm = Norm(width)
         self.head = Linear(width, vocabulary)
 

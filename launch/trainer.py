@@ -12,13 +12,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+import fp8
 from cluster import Cluster
 from data import Text
 from distscale import DistributedGradScaler, ProcessGroupReducer
 from distscale.config import Config
 from distscale.injector import Injector
 from distscale.profile import FORMATS, LossCounts, count_losses
-from gpt import GPT
+from gpt import GPT, Linear, plain_linear
 from layout import DTYPES, distribute, gradient_sync, new_optimizer
 from saver import Saver
 from steps import Trained, evaluate, learning_rate, micro_batches
@@ -58,8 +59,11 @@ class Trainer:
             shape.heads,
             shape.sequence,
             DTYPES[config.precision.dtype],
+            plain_linear if config.fp8.linears else Linear,
         ).to(cluster.device)
+        scales = fp8.convert(self.model, config)
         self._replica = distribute(self.model, config)
+        fp8.send(self._replica, scales, config)
         self.optimizer = new_optimizer(self.model, config.train)
         time_optimizer(self.optimizer, self._stopwatch)
         rule = config.scaler.model_dump()
@@ -67,6 +71,7 @@ class Trainer:
             cluster.device.type,
             reducer=TimedReducer(ProcessGroupReducer(), self._stopwatch),
             names=self.model,
+            fp8=scales,
             **rule,
         )
         self._injector = injector

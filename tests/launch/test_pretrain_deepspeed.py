@@ -252,6 +252,7 @@ def test_every_shipped_config_trains_and_resumes_bitwise(folder: Path) -> None:
             "train.checkpoint_async has no effect with --deepspeed, where Deep",
         ),
         (["--set", "faults.inject=['kill step=1 rank=0']"], {}, "faults.inject has no effect with --deepspeed"),
+        (["--set", "fp8.linears=true"], {}, "fp8.linears has no effect with --deepspeed, where nothing is in FP8"),
         (["--compare"], {}, "--compare changes the precision, which with --deepspeed the JSON says"),
         (["--resume"], {}, "there is no checkpoint in runs/tiny"),
     ],
