@@ -74,7 +74,9 @@ class Fp8Linear(nn.Linear):
         output: Tensor = Fp8Product.apply(  # type: ignore[no-untyped-call]
             tokens, weight, self.meter, self.recipe, records
         )
-        return output.view(*input.shape[:-1], len(weight))
+        # As in nn.Linear the output is no view, of which FSDP would warn.
+        shaped: Tensor = torch.ops.aten._unsafe_view(output, [*input.shape[:-1], len(weight)])
+        return shaped
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -2,17 +2,17 @@
 
 On each mesh axis, with d the last dim of the input::
 
-    weight      input      output     gradient of input   of weight
-    Shard(0)    Replicate  Shard(d)   Partial             Shard(0)     ColwiseParallel
-    Shard(1)    Shard(d)   Partial    Shard(d)            Shard(1)     RowwiseParallel
-    Replicate   Shard(i)   Shard(i)   Shard(i)            Partial      tokens are sharded
-    Replicate   Replicate  Replicate  Replicate           Replicate
+    weight      input      output     gradient of input   of weight   bias        its gradient
+    Shard(0)    Replicate  Shard(d)   Partial             Shard(0)    Shard(0)    Shard(0)      ColwiseParallel
+    Shard(1)    Shard(d)   Partial    Shard(d)            Shard(1)    Replicate   Replicate     RowwiseParallel
+    Replicate   Shard(i)   Shard(i)   Shard(i)            Partial     Replicate   Partial       tokens are sharded
+    Replicate   Replicate  Replicate  Replicate           Replicate   Replicate   Replicate
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class _Layout(NamedTuple):
     output: Placement
     grad_input: Placement
     grad_weight: Placement
+    bias: Placement
+    grad_bias: Placement
 
 
 def multiply_shards(
@@ -55,35 +57,40 @@ def multiply_shards(
             "parallelize_module with ColwiseParallel or RowwiseParallel, or DTensor.from_local"
         )
     layouts = [
-        _layout(held, given, input.dim() - 1) for held, given in zip(weight.placements, input.placements, strict=True)
+        _layout(*placements, input.dim() - 1) for placements in zip(weight.placements, input.placements, strict=True)
     ]
-    inputs, outputs, grad_inputs, grad_weights = zip(*layouts, strict=True)
+    inputs, outputs, grad_inputs, grad_weights, biases, grad_biases = zip(*layouts, strict=True)
     local = multiply(
         input.redistribute(placements=inputs).to_local(grad_placements=grad_inputs),
         weight.to_local(grad_placements=grad_weights),
     )
+    if bias is not None:
+        assert isinstance(bias, DTensor)
+        local_bias = bias.redistribute(placements=biases).to_local(grad_placements=grad_biases).to(local.dtype)
+        adds = all(not output.is_partial() or mesh.get_local_rank(axis) == 0 for axis, output in enumerate(outputs))
+        local = local + _AddedOnce.apply(local_bias, adds)  # type: ignore[no-untyped-call]
     shape = torch.Size([*input.shape[:-1], len(weight)])
-    output = DTensor.from_local(
-        local, mesh, outputs, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()
-    )
-    return output if bias is None else output + _like_output(bias.to(output.dtype), outputs)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, outputs, run_check=False, shape=shape, stride=stride)
 
 
 def _layout(weight: Placement, input: Placement, last: int) -> _Layout:
     if weight.is_shard(0):
-        return _Layout(Replicate(), Shard(last), Partial(), Shard(0))
+        return _Layout(Replicate(), Shard(last), Partial(), Shard(0), Shard(0), Shard(0))
     if weight.is_shard(1):
-        return _Layout(Shard(last), Partial(), Shard(last), Shard(1))
+        return _Layout(Shard(last), Partial(), Shard(last), Shard(1), Replicate(), Replicate())
     if isinstance(input, Shard) and input.dim != last:
-        return _Layout(input, input, input, Partial())
-    return _Layout(Replicate(), Replicate(), Replicate(), Replicate())
+        return _Layout(input, input, input, Partial(), Replicate(), Partial())
+    return _Layout(*[Replicate()] * 6)
 
 
-def _like_output(bias: Tensor, outputs: Sequence[Placement]) -> Tensor:
-    """The bias as part of a sum where the output is one: the sum then stays to be done, by a reduce-scatter for one."""
-    assert isinstance(bias, DTensor)
-    return bias.redistribute(
-        placements=[
-            Partial() if output.is_partial() else held for held, output in zip(bias.placements, outputs, strict=True)
-        ]
-    )
+class _AddedOnce(torch.autograd.Function):
+    """A bias that one rank adds to its part of a sum, and the others do not. All of them see its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, adds: bool) -> Tensor:
+        return bias.clone() if adds else torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
