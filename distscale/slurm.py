@@ -180,11 +180,7 @@ begun=$log.begun
 is_complete() { [[ $run/summary.json -nt $begun ]]; }
 checkpoints() { find "$run/checkpoints" -maxdepth 1 -name 'step_*' -newer "$begun" 2>/dev/null || true; }
 saved=$(checkpoints)
-if ((restarts)); then
-    is_complete && exit 0
-    # By this the program knows that it is to go on; there is nothing of this job to go on from.
-    [[ -n $saved ]] || unset SLURM_RESTART_COUNT
-fi
+if ((restarts)) && is_complete; then exit 0; fi
 """
 
 _HEAD = """\

@@ -31,6 +31,8 @@ from trainer import Trainer
 
 __all__ = ["Session"]
 
+JOB_FILE = "job.txt"
+"""Where a run keeps the id of the job that trains it."""
 LOG_WIDTH = 120
 LAUNCHER_VARIABLE = "DISTSCALE_LAUNCHER"
 
@@ -193,7 +195,7 @@ class Session:
         config = self.config
         # Each agent of torchrun counts the failures of its own workers alone.
         self.restart = max(self.cluster.gather(self.cluster.environment.restart_count))
-        if self.restart and not self.resumed and can_resume(config.folder):
+        if self.restart and not self.resumed and self._is_of_this_job() and can_resume(config.folder):
             self.resumed = resume_point(config, self.text, has_more=True, engine=self.engine)
         # Each rank has looked by itself.
         steps = self.cluster.gather(self.resumed.step if self.resumed else 0)
@@ -202,6 +204,11 @@ class Session:
             raise ConfigError(
                 f"the ranks would not start at the same step ({told}); all must see the same folder {config.folder}"
             )
+
+    def _is_of_this_job(self) -> bool:
+        """Whether the run that is there is one of this job, not of an earlier job. Collective: no."""
+        kept = self.config.folder / JOB_FILE
+        return kept.exists() and kept.read_text(encoding="utf-8") == self.cluster.environment.job_id
 
     def _prepare(self, folder: Path) -> None:
         """Makes the folder of the run; an earlier run there is moved, never removed. Collective: yes."""
@@ -218,6 +225,7 @@ class Session:
                     self._say(f"note: {record} lacks {len(missing)} of the steps so far, the first is {missing[0]}")
             # The verdict on fewer steps would outlive them.
             (folder / "summary.json").unlink(missing_ok=True)
+            (folder / JOB_FILE).write_text(self.cluster.environment.job_id, encoding="utf-8")
             (folder / "text.json").write_text(describe(self.text), encoding="utf-8")
             settings = dump_config(self.config) if self.engine is None else dump_settings(self.config)
             (folder / "config.toml").write_text(settings, encoding="utf-8")

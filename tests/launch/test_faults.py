@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
@@ -101,19 +102,19 @@ def prepare(folder: Path) -> None:
     (folder / "struck.toml").write_text(CONFIG, encoding="utf-8")
 
 
-def live(folder: Path, lives: Sequence[Collection[int]], *arguments: str, faults: str = "") -> None:
+def live(folder: Path, lives: Sequence[Collection[int]], *arguments: str, **environment: str) -> None:
     """Trains until the last life has ended well.
 
     Args:
         folder: to train in.
         lives: the ranks of each that end by themselves.
         arguments: of the program.
-        faults: beside those of the config.
+        environment: variables to add.
     """
     prepare(folder)
     told = json.dumps([list(ending) for ending in lives])
     command = [sys.executable, str(FORKED_RANKS), told, str(len(RANKS)), "struck.toml", *arguments]
-    ended = run_in_session(command, folder, {"DISTSCALE_FAULTS": faults}, DEADLINE_S, subprocess.STDOUT)
+    ended = run_in_session(command, folder, environment, DEADLINE_S, subprocess.STDOUT)
     assert ended.returncode == 0, ended.stdout + output_of(folder, len(lives) - 1, 0)
 
 
@@ -176,7 +177,7 @@ def test_all_ranks_skip_what_is_bad_on_one_and_wait_for_what_is_slow(survived: P
 def test_a_run_that_is_struck_again_and_again_ends_like_one_left_alone(survived: Path, tmp_path: Path) -> None:
     faults = [f"{fault} restart={restart}" for restart, (told, *_) in enumerate(LIVES) for fault in told.split("; ")]
     lives = [expected.keys() for *_, expected in LIVES] + [RANKS]
-    live(tmp_path, lives, "--set", "train.checkpoint_async=true", faults="; ".join(faults))
+    live(tmp_path, lives, "--set", "train.checkpoint_async=true", DISTSCALE_FAULTS="; ".join(faults))
     for life, (fault, step, expected) in enumerate(LIVES):
         for rank in RANKS:
             output = output_of(tmp_path, life, rank)
@@ -210,6 +211,14 @@ def test_torchrun_starts_a_killed_run_again_and_it_ends_like_one_left_alone(surv
     assert ended.returncode == 0, ended.stdout
     assert "resumed runs/struck at step 10\n" in ended.stdout
     check_equal(survived, tmp_path)
+
+
+def test_a_restarted_job_does_not_go_on_with_the_run_of_another_job(survived: Path, tmp_path: Path) -> None:
+    shutil.copytree(survived / "runs", tmp_path / "runs")
+    live(tmp_path, [RANKS], "--set", "run.steps=10", SLURM_JOB_ID="8", SLURM_RESTART_COUNT="1")
+    output = output_of(tmp_path, 0, 0)
+    assert "the earlier run runs/struck is now runs/struck.1\n" in output
+    assert "resumed" not in output
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -241,10 +241,6 @@ def test_what_an_earlier_run_has_left_is_not_of_this_job(place: Place) -> None:
         os.utime(left, (0, 0))
     crashed = place.submit("exit 7")
     assert (crashed.code, crashed.is_requeued) == (7, False)
-    # A node that fails before the first checkpoint: SLURM itself starts the job again.
-    again = place.submit(COMPLETES, restarts=1)
-    assert again.code == 0
-    assert again.calls[-1].endswith("restart="), "the program would have gone on from the earlier run"
 
 
 def test_a_complete_run_ends_with_its_verdict_and_stays_complete(place: Place) -> None:
