@@ -12,7 +12,7 @@ from distscale.errors import ConfigError
 from distscale.fp8 import saved
 from distscale.fp8.meter import Meter, Metered, join
 from distscale.fp8.recipe import DelayedScaling, Recipe
-from distscale.fp8.scales import advance, history_amax, scale_of_amax, unscaled
+from distscale.fp8.scales import advance, history_amax, scale_of_amax, scaled, unscaled
 
 __all__ = ["Fp8Scales", "Seen"]
 
@@ -167,8 +167,8 @@ class Fp8Scales:
         if not isinstance(self.recipe, DelayedScaling) or not meters:
             return
         amax = history_amax(self._history, self.recipe)
-        scaled = (amax.double() * loss_scale.to(amax.device).double()).float()
-        scale = scale_of_amax(torch.where(is_gradient, scaled, amax), largest, self.recipe)
+        amax = torch.where(is_gradient, scaled(amax, loss_scale.to(amax.device)), amax)
+        scale = scale_of_amax(amax, largest, self.recipe)
         mine = scale[places].split_with_sizes([len(meter.tensors) for meter in meters])
         for meter, values in zip(meters, mine, strict=True):
             meter.scale.copy_(values, non_blocking=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from distscale.fp8.recipe import DelayedScaling, Recipe
 from distscale.sweep import INF_BITS
 
-__all__ = ["advance", "bits_of_amax", "history_amax", "scale_of_amax", "unscaled"]
+__all__ = ["advance", "bits_of_amax", "history_amax", "scale_of_amax", "scaled", "unscaled"]
 
 _EXPONENT_OF_FLOAT64 = 0x7FF0000000000000
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -54,6 +54,11 @@ def unscaled(bits: Tensor, loss_scale: Tensor) -> Tensor:
     """Amax bits of gradients that carry ``loss_scale``, without it: int32 bits, at most those of the largest fp32."""
     amax = (bits.view(torch.float32).double() / loss_scale.double()).clamp(max=_FLOAT32_MAX).float()
     return torch.where(bits >= INF_BITS, bits, amax.view(torch.int32))
+
+
+def scaled(amax: Tensor, loss_scale: Tensor) -> Tensor:
+    """Of gradients that will carry ``loss_scale``: fp32, at most the largest fp32."""
+    return (amax.double() * loss_scale.double()).clamp(max=_FLOAT32_MAX).float()
 
 
 def advance(history: Tensor, bits: Tensor, commits: Tensor) -> Tensor:
