@@ -33,7 +33,7 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard distscale/swe
 pretrain: $(READY) ## pretrain the small GPT and print a verdict
 	exec launch/torchrun.sh $(CONFIG) $(ARGS)
 
-compare: $(READY) ## the same, and again in FP32 and in FP16 without a scale
+compare: $(READY) ## the same, and again in FP32 and without scales
 	exec launch/torchrun.sh $(CONFIG) --compare $(ARGS)
 
 bench: $(READY) ## measure the sweep beside torch's operators

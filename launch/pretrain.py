@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", help="a TOML file, such as configs/fsdp2_fp16.toml")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, bit by bit")
-    parser.add_argument("--compare", action="store_true", help="train in FP32 and in FP16 without a scale, too")
+    parser.add_argument("--compare", action="store_true", help="train in FP32, and without scales, too")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the config")
     parser.add_argument("--deepspeed", metavar="JSON", help="train in a DeepSpeed engine with this config of its own")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher says it in this way

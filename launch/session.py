@@ -19,7 +19,7 @@ from cluster import STOP_FILE_VARIABLE, Cluster, StopRequest, leave_last_words
 from data import Text
 from display import Display
 from distscale import ConfigError, JsonlRecord, ScaleExhaustedError
-from distscale.config import Config, PrecisionSection, ScalerSection, dump_config
+from distscale.config import Config, Fp8Section, PrecisionSection, ScalerSection, dump_config
 from distscale.faults import Fault
 from distscale.injector import Injector
 from engine_config import dump_settings
@@ -163,16 +163,7 @@ class Session:
     def _compare(self) -> dict[str, Any] | None:
         """The same run in other precisions, nothing else changed; None if a stop came first."""
         results: dict[str, Any] = {}
-        unscaled = ScalerSection(
-            policy="none",
-            max_norm=self.config.scaler.max_norm,
-            max_consecutive_skips=self.config.scaler.max_consecutive_skips,
-        )
-        for name, precision in (
-            ("FP32", PrecisionSection(dtype="fp32", reduce_dtype="fp32")),
-            ("FP16 without a scale", self.config.precision.model_copy(update={"dtype": "fp16"})),
-        ):
-            config = self.config.model_copy(update={"precision": precision, "scaler": unscaled})
+        for name, config in _others(self.config).items():
             folder = self.config.folder / "compare" / name.lower().replace(" ", "_")
             trainer = Trainer(config, self.text, self.cluster)
             try:
@@ -251,3 +242,20 @@ class Session:
         start = os.environ.get(LAUNCHER_VARIABLE) or call_of_launcher(sys.argv[0], self.cluster.environment)
         engine = f" --deepspeed {shlex.quote(self.options.deepspeed)}" if self.engine is not None else ""
         return f"{start} {self.options.config}{engine} --resume{compare}{settings}"
+
+
+def _others(config: Config) -> dict[str, Config]:
+    """The same run in FP32, and in its own precision without scales, by name."""
+    without_scale = ScalerSection(
+        policy="none", max_norm=config.scaler.max_norm, max_consecutive_skips=config.scaler.max_consecutive_skips
+    )
+    fp32 = {
+        "precision": PrecisionSection(dtype="fp32", reduce_dtype="fp32"),
+        "scaler": without_scale,
+        "fp8": Fp8Section(),
+    }
+    if config.fp8.is_used:
+        unscaled = {"fp8": config.fp8.model_copy(update={"scaling": "none"})}
+        return {"FP32": config.model_copy(update=fp32), "FP8 without scales": config.model_copy(update=unscaled)}
+    unscaled = {"precision": config.precision.model_copy(update={"dtype": "fp16"}), "scaler": without_scale}
+    return {"FP32": config.model_copy(update=fp32), "FP16 without a scale": config.model_copy(update=unscaled)}
