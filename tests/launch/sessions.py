@@ -1,4 +1,4 @@
-"""Runs a launcher in a process group of its own, so that nothing is left of it if it takes too long."""
+"""What tests of the pretraining program share: a tiny run, and a launcher of which nothing is left when time is up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,28 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["run_in_session"]
+__all__ = ["run_in_session", "tiny_config"]
+
+
+def tiny_config(num_steps: int, rest: str, name: str = "tiny") -> str:
+    """Returns the TOML of a run on text.txt that takes milliseconds a step; ``rest`` goes on in its section [train]."""
+    return f"""
+[run]
+name = "{name}"
+steps = {num_steps}
+[model]
+layers = 1
+width = 32
+heads = 2
+sequence = 32
+[data]
+path = "text.txt"
+[train]
+batch = 4
+lr = 1e-2
+warmup = 2
+eval_batches = 2
+{rest}"""
 
 
 def run_in_session(

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from sessions import tiny_config
 
 import pretrain
 from checkpoints import checkpoints_of, damage, move_aside
@@ -43,23 +44,10 @@ DEADLINE_S = 60.0
 SENTENCE = b"Pack my box with five dozen liquor jugs; the quick onyx goblin jumps over the lazy dwarf.\n"
 # What must be equal, to the last bit, however often a run was stopped.
 LASTING = ("step", "skipped", "scale", "next_scale", "grad_norm", "clip_coef", "culprit", "loss", "lr", "applied")
-CONFIG = f"""
-[run]
-name = "tiny"
-steps = {NUM_STEPS}
-[model]
-layers = 1
-width = 32
-heads = 2
-sequence = 32
-[data]
-path = "text.txt"
-[train]
-batch = 4
-lr = 1e-2
-warmup = 2
+CONFIG = tiny_config(
+    NUM_STEPS,
+    """
 eval_every = 50
-eval_batches = 2
 checkpoint_every = 25
 profile_every = 30
 log_every = 1
@@ -69,13 +57,14 @@ timeout_s = 30.0
 init_scale = 16777216.0
 growth_interval = 20
 max_norm = 1.0
-"""
+""",
+)
 
 
 class Program:
     """A started program: its lines as they come, and its end."""
 
-    def __init__(self, command: list[str], folder: Path, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, command: list[str], folder: Path) -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
@@ -91,7 +80,7 @@ class Program:
         self._coming: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        self._until = time.monotonic() + deadline_s
+        self._until = time.monotonic() + DEADLINE_S
 
     def wait_for(self, pattern: str) -> str:
         """Returns the next line with ``pattern``."""
@@ -153,8 +142,8 @@ def workers(pid: int) -> dict[int, int]:
 def start() -> Iterator[Any]:
     programs: list[Program] = []
 
-    def start_program(command: list[str], folder: Path, deadline_s: float = DEADLINE_S) -> Program:
-        programs.append(Program(command, folder, deadline_s))
+    def start_program(command: list[str], folder: Path) -> Program:
+        programs.append(Program(command, folder))
         return programs[-1]
 
     yield start_program

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from sessions import tiny_config
 from test_pretrain import LASTING, SENTENCE, WRAPPER, Program, record, start
 
 import pretrain
@@ -40,29 +41,17 @@ STAGES = ("0", "1", "2", "3", "3_offload")
 NUM_STEPS = 24
 NUM_BATCHED_STEPS = 14
 SAVED_STEPS = (1, 11)
-CONFIG = f"""
-[run]
-name = "tiny"
-steps = {NUM_STEPS}
-[model]
-layers = 1
-width = 32
-heads = 2
-sequence = 32
-[data]
-path = "text.txt"
-[train]
-batch = 4
+CONFIG = tiny_config(
+    NUM_STEPS,
+    """
 accumulation = 2
-lr = 1e-2
-warmup = 2
 eval_every = 10
-eval_batches = 2
 checkpoint_every = 10
 log_every = 1
 [parallel]
 timeout_s = 60.0
-"""
+""",
+)
 
 
 def shipped(stage: str) -> Path:
