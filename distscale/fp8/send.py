@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from distscale.errors import ConfigError
 from distscale.fp8.keeper import Fp8Scales
@@ -15,23 +17,60 @@ __all__ = ["SentGradients", "send_gradients_in_fp8"]
 
 
 class SentGradients:
-    """What :func:`send_gradients_in_fp8` returns."""
+    """What :func:`send_gradients_in_fp8` returns: what was sent, and what is to be saved of it."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        """What this rank has sent, counted."""
+        """What this rank has sent to others, counted."""
         self.senders: list[Sender] = []
-        """One for each FSDP unit."""
+        """One for each FSDP2 unit, or one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank: where stochastic rounding is, and the residuals of error feedback.
+
+        Without either there is nothing worth saving. It is another one on every rank, as its keys say. Residuals are
+        under the scaler's loss scale, so save them between ``update()`` and the next backward pass, with the scaler.
+        """
+        rank = f"rank{dist.get_rank()}of{dist.get_world_size()}"
+        state: dict[str, Any] = {f"{rank}.num_calls": [sender.num_calls for sender in self.senders]}
+        for sender in self.senders:
+            if sender.feedback is not None:
+                residuals = sender.feedback.state_dict()
+                state |= {f"{rank}.{name}": residual for name, residual in residuals.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state_dict` gave on this rank, for the same model on as many ranks.
+
+        Residuals cannot be divided among another number of ranks: do not load them then, and begin without.
+
+        Raises:
+            ConfigError: if it is the state of another rank, number of ranks, or model.
+        """
+        rank = f"rank{dist.get_rank()}of{dist.get_world_size()}."
+        mine = {key.removeprefix(rank): value for key, value in state.items() if key.startswith(rank)}
+        num_calls = mine.pop("num_calls", ())
+        if len(num_calls) != len(self.senders):
+            raise ConfigError(
+                f"this is not the state of gradients sent by {rank[:-1]} from {len(self.senders)} units; it has "
+                f"{sorted(state)[:1]}. Without loading, rounding begins anew, and error feedback without residuals"
+            )
+        for sender, calls in zip(self.senders, num_calls, strict=True):
+            sender.num_calls = calls
+            if sender.feedback is not None:
+                sender.feedback.load_state_dict(mine)
 
 
 def send_gradients_in_fp8(
     model: nn.Module,
     scales: Fp8Scales,
     *,
-    granularity: Literal["tensor", "block"] = "tensor",
+    granularity: Literal["tensor", "block"] | None = None,
     exempt: Callable[[str, nn.Parameter], bool] | None = None,
     min_numel: int = 4096,
     stochastic_rounding: bool = False,
+    error_feedback: bool = False,
+    gather_in_fp8: bool = False,
     seed: int = 0,
     prefix: str = "",
 ) -> SentGradients:
@@ -47,43 +86,71 @@ def send_gradients_in_fp8(
         send_gradients_in_fp8(model, scales)
         scaler = DistributedGradScaler(names=model, fp8=scales)
 
-    FSDP2: every unit's reduce-scatter, in E4M3 unless the recipe says E5M2. Under HSDP that is the one between shards;
-    the all-reduce between replicas stays in its dtype. A unit on one shard has no reduce-scatter, and stays as it is.
+    They go in E4M3 unless the recipe says E5M2.
+
+    FSDP2: every unit's reduce-scatter. Under HSDP that is the one between shards; the all-reduce between replicas stays
+    in its dtype. A unit on one shard has no reduce-scatter, and stays as it is.
+
+    DDP: its all-reduce becomes such a reduce-scatter, and a gather of the averages in 16 bits, or in FP8.
+
+    FSDP1: every unit's reduce-scatter, always in blocks. The hook is not told where one parameter ends, so none is
+    exempt.
 
     Args:
-        model: with FSDP2 units.
+        model: with FSDP2 units, or a ``DistributedDataParallel`` or ``FullyShardedDataParallel``.
         scales: given to the scaler, too; the same recipe on all ranks.
         granularity: "tensor", or "block": a power of two for every 128 values instead of an agreed scale, for one more
-            byte for every 128. Nothing saturates then.
+            byte for every 128. Nothing saturates then. By default "tensor", with FSDP1 "block".
         exempt: given the name of a parameter and the parameter; those for which it is true travel in bf16. By default
             those are norms, biases and everything else of one dimension, embeddings, and tensors with fewer than
             ``min_numel`` elements.
         stochastic_rounding: round up or down at random, so that the mean is right: more noise and no bias.
+        error_feedback: keep what rounding takes away, and add it at the next step; not with FSDP1. It takes 4 bytes for
+            each value of the gradients before they are sharded.
+        gather_in_fp8: of DDP: rounds a second time, which adds as much error again, and takes 1 byte instead of 2.
         seed: of stochastic rounding.
         prefix: of the names in ``scales``, where several models share them.
 
     Raises:
-        ConfigError: if the model is not one of these, or its gradients are sent in FP8 already.
+        ConfigError: if the model is not one of these, cannot do what is asked for, or sends in FP8 already.
     """
-    if granularity not in ("tensor", "block"):
+    if granularity not in (None, "tensor", "block"):
         raise ConfigError(f"granularity={granularity!r} is not allowed: tensor, block")
-    # Importing FSDP takes most of a second, and its user has done so.
-    from torch.distributed.fsdp import FSDPModule
+    # Importing FSDP takes most of a second, and who uses it has done so.
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+    from distscale.fp8.comm_hook import hook_ddp, hook_fsdp1
     from distscale.fp8.reduce_scatter import hook_fsdp2
 
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ConfigError(f"{type(model).__name__} has no FSDP2 unit: call fully_shard() on it before")
-    options = WireOptions(granularity == "block", stochastic_rounding, seed, prefix)
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    if is_fsdp1 and (granularity == "tensor" or exempt is not None or error_feedback):
+        raise ConfigError(
+            "FSDP1 does not tell its hook which parameters a gradient is of, so granularity='tensor', exempt= and "
+            "error_feedback= are not for it: leave them out, or use FSDP2"
+        )
+    if gather_in_fp8 and not isinstance(model, DistributedDataParallel):
+        raise ConfigError("gather_in_fp8 is for DDP; with FSDP no gradients are gathered")
+    is_blockwise = is_fsdp1 or granularity == "block"
+    options = WireOptions(is_blockwise, stochastic_rounding, error_feedback, gather_in_fp8, seed, prefix)
     sent = SentGradients()
-    is_exempt = exempt or _exempt_by_default(model, min_numel)
+    is_exempt = (lambda *_: False) if is_fsdp1 else exempt or _exempt_by_default(model, min_numel)
 
     def make(params: Mapping[str, nn.Parameter]) -> Sender:
         in_fp8 = [name for name, param in params.items() if param.requires_grad and not is_exempt(name, param)]
         sent.senders.append(Sender(in_fp8, scales, options, sent.traffic))
         return sent.senders[-1]
 
-    hook_fsdp2(model, {param: name for name, param in model.named_parameters()}, make)
+    if isinstance(model, DistributedDataParallel):
+        hook_ddp(model, {param: name for name, param in model.module.named_parameters()}, make)
+    elif isinstance(model, FullyShardedDataParallel):
+        hook_fsdp1(model, make)
+    elif any(isinstance(module, FSDPModule) for module in model.modules()):
+        hook_fsdp2(model, {param: name for name, param in model.named_parameters()}, make)
+    else:
+        raise ConfigError(
+            f"{type(model).__name__} is neither a DDP nor an FSDP1 model, and has no FSDP2 unit: wrap it before, with "
+            "fully_shard() for instance"
+        )
     return sent
 
 

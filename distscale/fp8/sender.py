@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from distscale.checksum import digest
 from distscale.errors import DesyncError
+from distscale.fp8.feedback import Feedback
 from distscale.fp8.keeper import Fp8Scales
 from distscale.fp8.wire import Layout, Piece, make_layout, metered
-from distscale.fp8.wire_reference import quantize, sum_rows
+from distscale.fp8.wire_reference import dequantize, quantize, sum_rows
 
 __all__ = ["Sender", "Traffic", "WireOptions"]
 
@@ -25,6 +26,8 @@ class WireOptions:
 
     is_blockwise: bool = False
     stochastic_rounding: bool = False
+    error_feedback: bool = False
+    gathers_in_fp8: bool = False
     seed: int = 0
     prefix: str = ""
 
@@ -36,6 +39,11 @@ class Traffic:
     num_bytes: int = 0
     num_values: int = 0
     """Gradient values in these bytes, padding included; so fp32 would have taken 4 bytes for each."""
+
+    def count(self, num_peers: int, num_bytes: int, num_values: int) -> None:
+        """A message to each of ``num_peers``."""
+        self.num_bytes += num_peers * num_bytes
+        self.num_values += num_peers * num_values
 
 
 SenderMaker: TypeAlias = Callable[[Mapping[str, nn.Parameter]], "Sender"]
@@ -63,7 +71,11 @@ class Sender:
         self.names = {name: entry for entry, name in enumerate(names)}
         """Of the parameters whose gradients go in FP8, and their entries of the meter."""
         self._plans: dict[tuple[Piece, ...], _Plan] = {}
-        self._num_calls = 0
+        self.num_calls = 0
+        self.feedback: Feedback | None = None
+        if options.error_feedback:
+            self.feedback = Feedback(self.names)
+            scales.listeners.append(self.feedback.end_step)
 
     def reduce(self, rows: Tensor, pieces: Iterable[Piece], group: dist.ProcessGroup, factor: float) -> Tensor:
         """Sums row ``r`` of all ranks on rank ``r``: an all-to-all of FP8, and a sum of what arrives in fp32.
@@ -84,17 +96,42 @@ class Sender:
         """
         self.meter.move(rows.device)
         layout, entries = self._plan(tuple(pieces), rows.device)
+        if self.feedback is not None:
+            rows = self.feedback.add(rows, layout)
         messages, bits, num_saturated = quantize(rows, layout, self.meter.scale[entries], self._key(layout))
+        if self.feedback is not None:
+            self.feedback.keep(rows, layout, messages, entries)
         self.meter.amax.scatter_reduce_(0, entries, bits, "amax")
         self.meter.num_saturated.index_add_(0, entries, num_saturated)
         received = torch.empty_like(messages)
         dist.all_to_all_single(received, messages, group=group)
-        num_peers = len(rows) - 1
-        self.traffic.num_bytes += num_peers * layout.row_bytes
-        self.traffic.num_values += num_peers * layout.row_numel
+        self.traffic.count(len(rows) - 1, layout.row_bytes, layout.row_numel)
         if received.device.type == "cpu":
             _check_identity(received, layout, group)
         return sum_rows(received, layout, factor)
+
+    def gather(self, row: Tensor, pieces: Iterable[Piece], group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+        """All rows, of each rank the one it has reduced: shape (world_size, row_numel), the same bits everywhere.
+
+        They go in 16 bits, or in FP8 with the scale of the row's own amax. Collective: yes. Syncs host: no.
+
+        Args:
+            row: fp32, shape (row_numel,).
+            dtype: that is wanted in the end.
+        """
+        if not self.options.gathers_in_fp8:
+            row = row.to(dtype if dtype.itemsize == 2 else torch.bfloat16)
+            rows = row.new_empty(group.size(), row.numel())
+            dist.all_gather_into_tensor(rows, row[None], group=group)
+            self.traffic.count(group.size() - 1, row.nbytes, row.numel())
+            return rows
+        layout, entries = self._plan(tuple(pieces), row.device)
+        unknown = torch.zeros(len(entries), device=row.device)
+        message = quantize(row[None], layout, unknown, self._key(layout)).messages
+        messages = message.new_empty(group.size(), layout.row_bytes)
+        dist.all_gather_into_tensor(messages, message, group=group)
+        self.traffic.count(group.size() - 1, layout.row_bytes, layout.row_numel)
+        return dequantize(messages, layout)
 
     def _plan(self, pieces: tuple[Piece, ...], device: torch.device) -> _Plan:
         plan = self._plans.get(pieces)
@@ -107,10 +144,10 @@ class Sender:
 
     def _key(self, layout: Layout) -> int | None:
         """For stochastic rounding: another one for each rank, call and unit."""
-        self._num_calls += 1
+        self.num_calls += 1
         if not self.options.stochastic_rounding:
             return None
-        return digest((self.options.seed, dist.get_rank(), self._num_calls, layout.identity))
+        return digest((self.options.seed, dist.get_rank(), self.num_calls, layout.identity))
 
 
 def _check_identity(received: Tensor, layout: Layout, group: dist.ProcessGroup) -> None:
