@@ -78,7 +78,7 @@ run() { # COMMAND...
     : >"$DISTSCALE_LAST_WORDS"
     trap stop INT TERM HUP
     local watch code
-    # With job control it gets a process group of its own, out of reach of the terminal's Ctrl-C, and may not read there.
+    # With job control it gets a process group of its own, out of reach of the terminal's Ctrl-C.
     set -m
     "$@" </dev/null &
     agent=$!

@@ -4,8 +4,8 @@
 #   launch/mpirun.sh configs/fsdp2_fp16.toml [--resume] [--compare] [--set section.key=value]
 #   NPROC=16 MPIRUN_FLAGS='--host a:8,b:8 --bind-to none' launch/mpirun.sh configs/fsdp2_fp16.toml
 #
-# MPIRUN_FLAGS takes the place of the flags below, which leave the cores to torch. Open MPI wants to be asked twice before
-# root may use it: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1.
+# MPIRUN_FLAGS takes the place of the flags below, which leave the cores to torch. Open MPI wants to be asked twice
+# before root may use it: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1.
 #
 # Ctrl-C or SIGTERM lets the run save and end with exit code 0; a second one ends it at once. mpirun by itself kills
 # its ranks on either. So the ranks that it starts on this machine are told through a file.

@@ -63,7 +63,7 @@ def test_a_run_that_fails_on_two_nodes_is_stopped_there_and_hangs_on_one_ends_li
     monkeypatch.setenv("MAX_RESTARTS", "1")
     endpoint = f"127.0.0.1:{free_port()}"
     with monkeypatch.context() as patch:
-        for name, value in {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": endpoint}.items():
+        for name, value in {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": endpoint, "RDZV_ID": "run7"}.items():
             patch.setenv(name, value)
         patch.setenv("DISTSCALE_FAULTS", "kill step=12 rank=1; slow step=15 rank=0 seconds=3 restart=1")
         program = Patient([*ON_TWO_NODES, *WRAPPER, *CALL], folder)
@@ -75,7 +75,7 @@ def test_a_run_that_fails_on_two_nodes_is_stopped_there_and_hangs_on_one_ends_li
         other, wrapper = (parent(parent(rank)) for _, rank in sorted(workers(program.process.pid).items()))
         assert other != wrapper
         os.kill(wrapper, signal.SIGTERM)
-        call = f"NPROC=1 MAX_RESTARTS=1 NNODES=2 RDZV_ENDPOINT={endpoint} {WRAPPER[0]} tiny.toml --resume"
+        call = f"NPROC=1 MAX_RESTARTS=1 NNODES=2 RDZV_ENDPOINT={endpoint} RDZV_ID=run7 {WRAPPER[0]} tiny.toml --resume"
         assert f"to continue: {call}" in program.wait_for("to continue: ")
         assert program.end() == 0
     assert re.findall("a node ended with (.*)", program.output) == ["0", "0"], program.output
@@ -98,9 +98,13 @@ def test_a_run_that_fails_on_two_nodes_is_stopped_there_and_hangs_on_one_ends_li
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"NNODES": "2"}, "NNODES=2, but there is no RDZV_ENDPOINT, where they are to meet; give one of them and a "),
+        ({"NNODES": "2"}, "NNODES=2, but there is no RDZV_ENDPOINT, where they meet; give one as node1:29400"),
         ({"RDZV_ENDPOINT": "node1:29400"}, "RDZV_ENDPOINT=node1:29400, but there is no NNODES, which says how many "),
-        ({"NNODES": "1:4"}, "NNODES=1:4 is no number of nodes; give a whole number, the same on each node"),
+        (
+            {"NNODES": "2", "RDZV_ENDPOINT": "node1:29400"},
+            "NNODES=2, but there is no RDZV_ID; give the job a name that none had",
+        ),
+        ({"NNODES": "1:4"}, "NNODES=1:4 is no number of nodes; give a whole number, the same on each"),
         ({"MAX_RESTARTS": "abc"}, "MAX_RESTARTS=abc is no number of restarts; give a whole number, 0 for none"),
     ],
 )
