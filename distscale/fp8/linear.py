@@ -12,6 +12,7 @@ from distscale.fp8.keeper import Fp8Scales
 from distscale.fp8.meter import Meter, Metered
 from distscale.fp8.product import Fp8Product
 from distscale.fp8.recipe import Recipe
+from distscale.integrations.pipelining import is_dry_run
 from distscale.shards import is_dtensor
 
 __all__ = ["Fp8Linear"]
@@ -21,7 +22,8 @@ class Fp8Linear(nn.Linear):
     """``nn.Linear`` with its own parameters, which multiplies in FP8; made by :func:`~distscale.fp8.convert_to_fp8`.
 
     Parameters, gradients, output and bias keep their dtypes. The dtype of the output is that of the input, or that of
-    autocast where it is on. Amax values count in training mode with gradients enabled, and not else.
+    autocast where it is on. Amax values count in training mode with gradients enabled, and not else; nor in the dry run
+    of a pipeline stage, unless the stage is compiled.
     """
 
     meter: Meter
@@ -69,7 +71,7 @@ class Fp8Linear(nn.Linear):
 
     def _multiply(self, input: Tensor, weight: Tensor) -> Tensor:
         self.meter.move(input.device)
-        records = self.training and torch.is_grad_enabled()
+        records = self.training and torch.is_grad_enabled() and (torch.compiler.is_compiling() or not is_dry_run())
         tokens = input.reshape(input.shape[:-1].numel(), input.shape[-1])
         output: Tensor = Fp8Product.apply(  # type: ignore[no-untyped-call]
             tokens, weight, self.meter, self.recipe, records

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from distscale import DistributedGradScaler
 from distscale.errors import ConfigError
 from distscale.fp8 import DelayedScaling, Fp8Linear, convert_to_fp8
-from distscale.fp8.scales import scale_of_amax
+from distscale.fp8.scales import bits_of_amax, scale_of_amax
 from ranks import run_ranks
 
 RECIPE = DelayedScaling()
@@ -265,6 +266,34 @@ def check_fsdp2_of_tensor_parallel(rank: int) -> None:
     assert everywhere[0] == everywhere[1] == found and all(found)
 
 
+def check_pipeline(rank: int) -> None:
+    """What torch runs before the first step, on memory that nothing was written to, does not count."""
+    torch.manual_seed(rank)
+    stage_model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    convert_to_fp8(stage_model, RECIPE)
+    inputs: list[Tensor] = []
+    stage_model[0].register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach().clone()))
+    gradients: list[Tensor] = []
+
+    def watch(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(lambda grad: gradients.append(grad.clone()))
+
+    stage_model.register_forward_hook(watch)
+    stage = PipelineStage(stage_model, rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda output, target: (output - target).square().mean())
+    torch.use_deterministic_algorithms(True)  # fills memory that nothing was written to with NaN
+    if rank == 0:
+        schedule.step(torch.randn(4, 16))
+    else:
+        schedule.step(target=torch.zeros(4, 16))
+    torch.use_deterministic_algorithms(False)
+    assert len(inputs) == 3  # one dry run
+    assert inputs[0].isnan().any() == (rank == 1)
+    meter = stage_model[0].meter
+    assert meter.amax[0] == bits_of_amax(torch.cat(inputs[1:]))
+    assert 0 < meter.amax[2] <= bits_of_amax(torch.cat(gradients[-2:]))
+
+
 def ranks(rank: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         check_first_step(rank, in_fsdp2(dtype), dtype)
@@ -293,6 +322,7 @@ def ranks(rank: int) -> None:
     check_tensor_parallel(mesh, by_sequence, sequence_is_sharded=True)
     check_other_placements(mesh)
     check_fsdp2_of_tensor_parallel(rank)
+    check_pipeline(rank)
 
 
 def test_ranks_agree_in_every_layout() -> None:
