@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import layout_models
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 from wire_models import Blocks, agree, batch, errors, exact, new_scales, step
 
-from distscale import ConfigError, DesyncError
+from distscale import ConfigError, DesyncError, DistributedGradScaler, ProcessGroupReducer
 from distscale.fp8 import SentGradients, send_gradients_in_fp8
-from ranks import run_ranks
+from ranks import CountingReducer, run_ranks
 
 INF_BITS = 0x7F800000
 
@@ -163,6 +164,46 @@ def exemptions(rank: int) -> None:
         send_gradients_in_fp8(Blocks(), new_scales())
 
 
+def wide(rank: int) -> None:
+    """Of a block of a transformer of width 512, every byte that is sent is counted."""
+    for granularity in ("tensor", "block"):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 512))
+        torch.manual_seed(1 + rank)
+        x = torch.randn(4, 512)
+        expected = exact(block, lambda model, x=x: [model(x).square().sum()], 1 / dist.get_world_size())
+        model = fully_shard(block)
+        sent = send_gradients_in_fp8(model, new_scales(), granularity=granularity)  # type: ignore[arg-type]
+        model(x).square().sum().backward()
+        found = errors(model, expected)
+        assert max(found["1.weight"], found["3.weight"]) < 0.03
+        num_params = sum(param.numel() for param in model.parameters())
+        num_peers = dist.get_world_size() - 1
+        assert sent.traffic.num_values == num_peers * num_params // dist.get_world_size()
+        assert num_params < sent.traffic.num_bytes / num_peers * dist.get_world_size() <= 0.51 * 2 * num_params
+        assert sent.traffic.num_bytes <= 0.26 * 4 * sent.traffic.num_values
+
+
+def with_tensor_parallelism(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(rank // 2)  # ranks of one "tp" row have the same input
+    x = torch.randn(8, 64)
+    model = layout_models.block(width=64)
+    expected = exact(model, lambda model: [model(x).square().sum()], 1 / 4)
+    layout_models.tensor_parallel(model, mesh)
+    scales = new_scales()
+    send_gradients_in_fp8(model, scales, min_numel=0)
+    agree(scales)
+    assert [tensor.name for tensor in scales.tensors] == ["0.weight.grad", "2.weight.grad"]
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        found = errors(model, expected)
+        for name in ("0.weight", "2.weight"):
+            assert 0.002 < found[name] < 0.03, found
+        assert not step(scales)[1].any()
+
+
 # ---------------------------------------------------------------- what is seen
 
 
@@ -282,7 +323,61 @@ def hsdp(rank: int) -> None:
     check(errors(model, expected))
 
 
-CASES_OF_ALL = [reductions, accumulation, unused, twice, other_dims, exemptions, saturation, not_finite, unknown]
+def with_a_scaler(rank: int) -> None:
+    """What was seen of sent gradients travels in the exchange: all skip, know why, and go on with the same scales."""
+    model = shard(Blocks())
+    scales = new_scales()
+    sent = send_gradients_in_fp8(model, scales, min_numel=0)
+    reducer = CountingReducer(ProcessGroupReducer())
+    scaler = DistributedGradScaler(
+        "cpu", init_scale=1024.0, growth_interval=2, names=model, fp8=scales, reducer=reducer
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    last_rank = dist.get_world_size() - 1
+    reports = []
+    for index in range(5):
+        optimizer.zero_grad()
+        # The loss scale doubles after two steps: sent gradients do, and their scales halve, so nothing saturates.
+        loss = model(batch(rank, index // 4)) * (64.0 if index == 4 and rank == last_rank else 1.0)
+        if index == 2 and rank == last_rank:
+            poison = torch.zeros(49, 32)
+            poison[40, 3] = math.nan
+            handle = model.head.weight.register_hook(poison.add)
+        scaler.scale(loss).backward()
+        if index == 2 and rank == last_rank:
+            handle.remove()
+        before = [param.detach().clone() for param in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        report = scaler.last_step
+        assert report is not None
+        is_same = all(map(torch.equal, before, (param.detach() for param in model.parameters())))
+        assert is_same == report.skipped == (index == 2)
+        reports.append(report)
+    culprit = reports[2].culprit
+    assert culprit is not None and (culprit.rank, culprit.kind) == (last_rank, "nan")
+    assert culprit.tensor.startswith("head.weight")
+    assert [report.scale for report in reports] == [1024.0, 1024.0, 2048.0, 1024.0, 1024.0]
+    assert [any(report.num_saturated.values()) for report in reports] == [False, False, False, False, True]
+    assert reports[4].num_saturated["head.weight.grad"] > 0
+    assert reducer.num_reduces == 5  # one a step
+    everywhere = [scales_of(sent)] * dist.get_world_size()
+    dist.all_gather_object(everywhere, scales_of(sent))
+    assert all(mine == everywhere[0] for mine in everywhere)
+
+
+CASES_OF_ALL = [
+    reductions,
+    accumulation,
+    unused,
+    twice,
+    other_dims,
+    exemptions,
+    saturation,
+    not_finite,
+    unknown,
+    with_a_scaler,
+]
 
 
 def cases(rank: int, functions: Sequence[Callable[[int], None]]) -> None:
@@ -295,4 +390,9 @@ def test_on_two_ranks() -> None:
 
 
 def test_on_four_ranks() -> None:
-    run_ranks(cases, 4, [hsdp, accumulation, saturation, other_tensors], timeout_s=110.0)
+    run_ranks(
+        cases,
+        4,
+        [hsdp, with_tensor_parallelism, accumulation, saturation, with_a_scaler, other_tensors],
+        timeout_s=110.0,
+    )
