@@ -34,7 +34,7 @@ class WireOptions:
 
 @dataclass
 class Traffic:
-    """What this rank has sent to other ranks to have gradients reduced, since the beginning."""
+    """What this rank has sent to others to have gradients reduced; of HSDP, between shards alone."""
 
     num_bytes: int = 0
     num_values: int = 0
