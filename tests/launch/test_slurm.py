@@ -39,6 +39,9 @@ NODES = ("127.0.0.1", "127.0.0.2")
 NUM_STEPS = 24
 # From step 5 on a step takes a second, in the first life, so that it is not over when it is to be stopped.
 SLOW = "; ".join(f"slow step={step} rank=0 seconds=1" for step in range(5, NUM_STEPS))
+GOING_ON = ("PENDING", "RUNNING", "COMPLETING")
+# In the second life.
+KILL = "kill step=22 rank=1 restart=1"
 SLURM_CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -139,18 +142,32 @@ class Submitted:
         self.number = subprocess.run(submit, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
         stack.callback(self._close)
         name = f"{job.name}_preflight" if job.kind == "preflight" else job.name
-        self.logs = folder / "slurm" / "logs"
-        self.output, self.ranks_output = (
-            Patient([*FOLLOW, str(self.logs / file)], folder)
-            for file in (f"{name}-{self.number}.log", f"{name}-{self.number}-{HOST}.log")
-        )
-        stack.callback(self.output.close)
-        stack.callback(self.ranks_output.close)
+        self.log_folder = folder / "slurm" / "logs"
+        self._logs = {
+            who: Patient([*FOLLOW, str(self.log_folder / f"{name}-{self.number}{who}.log")], folder)
+            for who in ("", f"-{HOST}")
+        }
+        for log in self._logs.values():
+            stack.callback(log.close)
+
+    def says(self, pattern: str) -> str:
+        """Waits for a line of the script."""
+        return self._wait_for(pattern, "")
+
+    def ranks_say(self, pattern: str) -> str:
+        """Waits for a line of the ranks."""
+        return self._wait_for(pattern, f"-{HOST}")
+
+    def _wait_for(self, pattern: str, who: str) -> str:
+        try:
+            return self._logs[who].wait_for(pattern, lambda: self._state in GOING_ON)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._logs[''].output}") from None
 
     def end(self) -> None:
         """Waits for the end, which is to be a good one."""
-        until(lambda: self._state not in ("PENDING", "RUNNING", "COMPLETING"), "the job has ended")
-        assert self._state == "COMPLETED", self.output.output + self.ranks_output.output
+        until(lambda: self._state not in GOING_ON, "the job has ended")
+        assert self._state == "COMPLETED", "".join(log.output for log in self._logs.values())
 
     def hurry(self) -> None:
         """Takes away the two minutes that SLURM has a requeued job wait."""
@@ -181,7 +198,7 @@ def job(name: str, kind: Kind, config: str, deepspeed: str | None = None) -> Job
 
 def write_config(folder: Path, name: str, text: str = CONFIG) -> str:
     """Returns the name of a file with the config of a short run."""
-    settings = {"name": f'"{name}"', "steps": NUM_STEPS, "timeout_s": 120.0}
+    settings = {"name": f'"{name}"', "steps": NUM_STEPS, "checkpoint_every": 10, "timeout_s": 120.0}
     for key, value in settings.items():
         text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.M)
     (folder / f"{name}.toml").write_text(text)
@@ -202,8 +219,8 @@ def undisturbed(cluster: Path) -> list[dict[str, Any]]:
 def test_the_ranks_are_checked_together(cluster: Path) -> None:
     with ExitStack() as stack:
         checked = Submitted(cluster, job("checked", "preflight", "checked.toml"), stack)
-        checked.ranks_output.wait_for("2 ranks, started by srun")
-        checked.ranks_output.wait_for("passed: all ranks skipped the inf planted on rank 1")
+        checked.ranks_say("2 ranks, started by srun")
+        checked.ranks_say("passed: all ranks skipped the inf planted on rank 1")
         checked.end()
 
 
@@ -211,38 +228,45 @@ def test_a_deepspeed_engine_trains(cluster: Path) -> None:
     config = write_config(cluster, "engine", DEEPSPEED_CONFIG)
     with ExitStack() as stack:
         engine = Submitted(cluster, job("engine", "torchrun", config, str(shipped("2"))), stack)
-        engine.ranks_output.wait_for("results are in runs/engine")
+        engine.ranks_say("results are in runs/engine")
         engine.end()
         rows = record(engine.run)
         assert [row["step"] for row in rows] == list(range(NUM_STEPS))
         assert not rows[-1]["skipped"]
 
 
-@pytest.mark.parametrize(("kind", "to_whom"), [("torchrun", ["--batch"]), ("srun", [])])
+@pytest.mark.parametrize(("kind", "to_whom", "kill"), [("torchrun", ["--batch"], ""), ("srun", [], KILL)])
 def test_a_job_is_warned_saves_is_requeued_and_ends_as_if_left_alone(
     cluster: Path,
     undisturbed: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     kind: Kind,
     to_whom: list[str],
+    kill: str,
 ) -> None:
-    monkeypatch.setenv("DISTSCALE_FAULTS", SLOW)
+    monkeypatch.setenv("DISTSCALE_FAULTS", f"{SLOW}; {kill}")
     with ExitStack() as stack:
         warned = Submitted(cluster, job(kind, kind, write_config(cluster, kind)), stack)
-        warned.ranks_output.wait_for("step 5/")
+        warned.ranks_say("step 5/")
         subprocess.run(["scancel", *to_whom, "--signal=USR2", warned.number], check=True)
         if to_whom:
-            warned.output.wait_for("stopping: the run saves after this step")
-        stopped = warned.ranks_output.wait_for(rf"stopped after step \d+ of {NUM_STEPS}; everything is saved")
+            warned.says("stopping: the run saves after this step")
+        stopped = warned.ranks_say(rf"stopped after step \d+ of {NUM_STEPS}; everything is saved")
         step = int(stopped.split()[3])
-        warned.output.wait_for("requeued, 1 of at most 20 times")
+        warned.says("requeued, 1 of at most 20 times")
         warned.hurry()
-        warned.ranks_output.wait_for(f"resumed runs/{kind} at step {step}")
-        warned.ranks_output.wait_for("results are in")
+        warned.ranks_say(f"resumed runs/{kind} at step {step}$")
+        if kill:
+            warned.ranks_say(r"error: rank 0 at step 22: .* A peer died")
+            warned.says("the run failed with exit code \\d+, after a new checkpoint")
+            warned.says("requeued, 2 of at most 20 times")
+            warned.hurry()
+            warned.ranks_say(f"resumed runs/{kind} at step 20$")
+        warned.ranks_say("results are in")
         warned.end()
         rows = record(warned.run)
         for before, after in zip(undisturbed, rows, strict=True):
             assert {key: after[key] for key in LASTING} == {key: before[key] for key in LASTING}
-        assert {step, NUM_STEPS} <= checkpoints_of(warned.run).keys()
+        assert NUM_STEPS in checkpoints_of(warned.run)
         # The log of the job and those of its nodes are all that stays.
-        assert len(list(warned.logs.glob(f"*-{warned.number}*"))) == 2
+        assert len(list(warned.log_folder.glob(f"*-{warned.number}*"))) == 2
