@@ -76,12 +76,9 @@ def _multiply(
     if 0 in (m, k, n):
         return torch.zeros(m, n, dtype=dtype, device=left.device)
     more_k, more_n = -k % _TILE, -n % _TILE
-    # The byte of an FP8 zero is 0.
-    left_bytes = pad(left.contiguous().view(torch.uint8), (0, more_k))
-    right_bytes = pad(right.contiguous().view(torch.uint8), (0, more_k, 0, more_n))
     product: Tensor = torch._scaled_mm(
-        left_bytes.view(left.dtype),
-        right_bytes.view(right.dtype).t(),
+        _padded(left, 0, more_k),
+        _padded(right, more_n, more_k).t(),
         scale_a=left_scale.reciprocal(),
         scale_b=right_scale.reciprocal(),
         out_dtype=dtype,
@@ -89,3 +86,12 @@ def _multiply(
         use_fast_accum=is_forward,
     )
     return product[:, :n].clone() if more_n else product
+
+
+def _padded(matrix: Tensor, more_rows: int, more_columns: int) -> Tensor:
+    """Contiguous, with zeros below and on the right."""
+    matrix = matrix.contiguous()
+    if more_rows or more_columns:
+        # The byte of an FP8 zero is 0.
+        matrix = pad(matrix.view(torch.uint8), (0, more_columns, 0, more_rows)).view(matrix.dtype)
+    return matrix
