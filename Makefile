@@ -19,7 +19,7 @@ help: ## list the targets
 setup: $(READY) ## make the virtual environment in .venv
 
 # distscale itself is installed editable: only other requirements or another native library ask for a new installation.
-$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard distscale/sweep/*.h distscale/sweep/*.cpp)
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(foreach part,sweep fp8,$(wildcard distscale/$(part)/*.h distscale/$(part)/*.cpp))
 	@command -v '$(PYTHON)' >/dev/null || { \
 	  echo 'There is no $(PYTHON) here; install Python 3.11 or newer, or say which: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

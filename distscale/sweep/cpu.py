@@ -21,11 +21,11 @@ from distscale.sweep.choice import Unavailable
 from distscale.sweep.parts import Count, Part, Request, Swept
 from distscale.sweep.plan import are_native, describe, describe_tensors
 
-__all__ = ["load", "read", "scale_", "sweep", "takes"]
+__all__ = ["check", "load", "read", "scale_", "sweep", "takes"]
 
-_ABI = 1
+_ABI = 2
 _NAME = "libdistscale.so"
-_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def load() -> _Library:
     functions.distscale_sweep.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _POINTER]
     functions.distscale_scale.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, _INT]
     functions.distscale_read.argtypes = [_POINTER, _LONG, _INT]
+    functions.distscale_quantize.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT]
+    functions.distscale_sum_rows.argtypes = [_POINTER, _POINTER, _DOUBLE, _POINTER, _INT]
     isa, compiler = functions.distscale_isa().decode(), functions.distscale_compiler().decode()
     return _Library(isa, f"native CPU library, {isa}, built with {compiler}", functions)
 
@@ -84,7 +86,7 @@ def sweep(parts: Sequence[Part], request: Request) -> Swept:
     counts = torch.zeros(request.num_slots, len(Count), dtype=torch.int64)
     sums = torch.zeros(request.num_groups, dtype=torch.float64) if request.want_norm else None
     limits = None if request.limits is None else np.array(request.limits, np.float64)
-    _check(
+    check(
         load().functions.distscale_sweep(
             records.ctypes.data,
             len(records),
@@ -108,7 +110,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None) 
     records["out"] = records["values"]
     factor = factor.cpu()
     found_inf = None if found_inf is None else found_inf.cpu()
-    _check(
+    check(
         load().functions.distscale_scale(
             records.ctypes.data,
             len(records),
@@ -122,15 +124,16 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None) 
 def read(tensors: Sequence[Tensor]) -> None:
     """Reads tensors and does nothing with them: the limit of what a sweep can reach on this machine."""
     records: NDArray[np.void] = describe_tensors(tensors)[0]
-    _check(load().functions.distscale_read(records.ctypes.data, len(records), torch.get_num_threads()))
+    check(load().functions.distscale_read(records.ctypes.data, len(records), torch.get_num_threads()))
+
+
+def check(status: int) -> None:
+    """Raises what the status of a call of the library says."""
+    if status:
+        raise MemoryError("there was no memory for the results of the native library")
 
 
 def _find() -> Path | None:
     # In an editable installation the package has two directories: that of the sources and that of what was built.
     directories = sys.modules[__name__.rpartition(".")[0]].__path__
     return next((path for path in (Path(directory, _NAME) for directory in directories) if path.exists()), None)
-
-
-def _check(status: int) -> None:
-    if status:
-        raise MemoryError("there was no memory for the results of the sweep")

@@ -22,7 +22,7 @@ from distscale.sweep.choice import Unavailable
 from distscale.sweep.parts import Count, Part, Request, Swept
 from distscale.sweep.plan import DTYPE_CODES, are_native, describe, describe_tensors
 
-__all__ = ["BLOCK_SIZE", "Gpu", "load", "scale_", "sweep", "takes"]
+__all__ = ["BLOCK_SIZE", "Gpu", "load", "open_gpu", "scale_", "sweep", "takes"]
 
 BLOCK_SIZE = 256
 """Threads of a block; ``sweep.cu`` says the same."""
@@ -68,7 +68,12 @@ def load(device: torch.device) -> Gpu:
     Raises:
         Unavailable: if they cannot be compiled, or the driver does not take them.
     """
-    return _Gpu(device)
+    return open_gpu(device, nvrtc.SWEEP)
+
+
+def open_gpu(device: torch.device, program: nvrtc.Program) -> Gpu:
+    """Loads the kernels of any program for ``device``; likewise."""
+    return _Gpu(device, program)
 
 
 def takes(parts: Sequence[Part]) -> bool:
@@ -195,11 +200,11 @@ def _table(gpu: Gpu, kernel: str, numels: tuple[int, ...], dtypes: bytes) -> _Ta
 
 
 class _Gpu:
-    """The kernels on a real device."""
+    """The kernels of a program on a real device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, program: nvrtc.Program) -> None:
         self._device = device
-        built = nvrtc.build(torch.cuda.get_device_capability(device))
+        built = nvrtc.build(program, torch.cuda.get_device_capability(device))
         self._arch = built.arch
         self.description = f"CUDA kernel for {built.arch}, NVRTC {built.nvrtc}, {built.origin}"
         from cuda.core import LaunchConfig, ObjectCode, launch
@@ -209,8 +214,8 @@ class _Gpu:
         try:
             with torch.cuda.device(device):
                 is_ptx = built.arch.startswith("compute_")
-                code = (ObjectCode.from_ptx if is_ptx else ObjectCode.from_cubin)(built.code, name="sweep.cu")
-                self._kernels = {name: code.get_kernel(name) for name in ("sweep", "sweep_and_write", "scale")}
+                code = (ObjectCode.from_ptx if is_ptx else ObjectCode.from_cubin)(built.code, name=program.name)
+                self._kernels = {name: code.get_kernel(name) for name in program.kernels}
                 self._num_blocks: dict[str, int] = {
                     name: num_multiprocessors * kernel.occupancy.max_active_blocks_per_multiprocessor(BLOCK_SIZE, 0)
                     for name, kernel in self._kernels.items()

@@ -31,10 +31,12 @@ constexpr double kFloat32Max = 3.4028234663852886e38;
 #if defined(__CUDACC__)
 DISTSCALE_FN u32 bits_of(float value) { return __float_as_uint(value); }
 DISTSCALE_FN float float_of(u32 bits) { return __uint_as_float(bits); }
+DISTSCALE_FN u64 bits_of(double value) { return static_cast<u64>(__double_as_longlong(value)); }
 DISTSCALE_FN double double_of(u64 bits) { return __longlong_as_double(static_cast<i64>(bits)); }
 #else
 DISTSCALE_FN u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
 DISTSCALE_FN float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
+DISTSCALE_FN u64 bits_of(double value) { return __builtin_bit_cast(u64, value); }
 DISTSCALE_FN double double_of(u64 bits) { return __builtin_bit_cast(double, bits); }
 #endif
 

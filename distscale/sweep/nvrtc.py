@@ -1,4 +1,4 @@
-"""Compiles ``sweep.cu`` in the process by NVRTC, and keeps what was compiled on disk.
+"""Compiles CUDA sources in the process by NVRTC, and keeps what was compiled on disk.
 
 Any number of processes may do so at once, on a shared file system too: each writes a file of its own and renames it,
 so that a reader finds a whole file or none.
@@ -16,17 +16,30 @@ from typing import NamedTuple
 
 from distscale.sweep.choice import Unavailable
 
-__all__ = ["CACHE_SETTING", "SOURCES", "Built", "build", "cache_directory", "choose_target", "compile_for"]
+__all__ = ["CACHE_SETTING", "SWEEP", "Built", "Program", "build", "cache_directory", "choose_target", "compile_for"]
 
 CACHE_SETTING = "DISTSCALE_CACHE_DIR"
 """Environment variable: the directory of what was compiled."""
 
-_DIRECTORY = Path(__file__).parent
-SOURCES = ("sweep.cu", "chunk.cuh", "packed.cuh", "sweep.h", "numerics.h")
-"""All that the kernels are made of: needed where they run."""
 _STANDARD = "c++17"
 _DIGEST_SIZE = hashlib.sha256().digest_size
 _logger = logging.getLogger(__name__)
+
+
+class Program(NamedTuple):
+    """Kernels that are compiled together."""
+
+    files: tuple[Path, ...]
+    """All that they are made of, the source first: needed where they run."""
+    kernels: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.files[0].name
+
+
+_FILES = ("sweep.cu", "chunk.cuh", "packed.cuh", "sweep.h", "numerics.h")
+SWEEP = Program(tuple(Path(__file__).parent / name for name in _FILES), ("sweep", "sweep_and_write", "scale"))
 
 
 class Built(NamedTuple):
@@ -41,8 +54,8 @@ class Built(NamedTuple):
     """Where it came from, for people."""
 
 
-def build(capability: tuple[int, int]) -> Built:
-    """Code for a GPU of a compute capability, from the cache if it is there.
+def build(program: Program, capability: tuple[int, int]) -> Built:
+    """Code of ``program`` for a GPU of a compute capability, from the cache if it is there.
 
     Raises:
         Unavailable: without NVRTC, for a GPU that NVRTC does not know any more, or if it finds an error.
@@ -51,12 +64,12 @@ def build(capability: tuple[int, int]) -> Built:
     arch = choose_target(capability, known, version)
     directory = cache_directory()
     if directory is None:
-        return Built(compile_for(arch), arch, version, "compiled in memory")
-    path = directory / f"{_key(arch, version)}.bin"
+        return Built(compile_for(program, arch), arch, version, "compiled in memory")
+    path = directory / f"{_key(program, arch, version)}.bin"
     code = _read(path)
     if code is not None:
         return Built(code, arch, version, f"cached in {path.parent}")
-    code = compile_for(arch)
+    code = compile_for(program, arch)
     if _write(path, code):
         return Built(code, arch, version, f"compiled into {path.parent}")
     return Built(code, arch, version, "compiled in memory")
@@ -95,7 +108,7 @@ def choose_target(capability: tuple[int, int], known: Sequence[int], version: st
     return f"compute_{max(older)}"
 
 
-def compile_for(arch: str, ptxas_options: Sequence[str] = (), log: object = None) -> bytes:
+def compile_for(program: Program, arch: str, ptxas_options: Sequence[str] = (), log: object = None) -> bytes:
     """Compiles for ``sm_90`` or the like to machine code, for ``compute_90`` to PTX.
 
     Args:
@@ -106,21 +119,22 @@ def compile_for(arch: str, ptxas_options: Sequence[str] = (), log: object = None
     Raises:
         Unavailable: if the compiler finds an error.
     """
-    from cuda.core import Program, ProgramOptions
+    from cuda.core import Program as Compiler
+    from cuda.core import ProgramOptions
 
     options = ProgramOptions(
-        name="sweep.cu",
+        name=program.name,
         arch=arch,
         std=_STANDARD,
-        include_path=str(_DIRECTORY),
+        include_path=sorted({str(path.parent) for path in program.files}),
         ptxas_options=list(ptxas_options) or None,
     )
-    source = (_DIRECTORY / "sweep.cu").read_text(encoding="utf-8")
+    source = program.files[0].read_text(encoding="utf-8")
     try:
-        program = Program(source, "c++", options)
-        return bytes(program.compile("ptx" if arch.startswith("compute_") else "cubin", logs=log).code)
+        compiler = Compiler(source, "c++", options)
+        return bytes(compiler.compile("ptx" if arch.startswith("compute_") else "cubin", logs=log).code)
     except Exception as error:  # cuda.core's errors have no public class in common
-        raise Unavailable(f"sweep.cu cannot be compiled for {arch}: {error}") from error
+        raise Unavailable(f"{program.name} cannot be compiled for {arch}: {error}") from error
 
 
 def _nvrtc() -> tuple[str, list[int]]:
@@ -139,10 +153,10 @@ def _nvrtc() -> tuple[str, list[int]]:
     return f"{major}.{minor}", list(known)
 
 
-def _key(arch: str, version: str) -> str:
+def _key(program: Program, arch: str, version: str) -> str:
     digest = hashlib.sha256(f"{arch} {version} {_STANDARD}".encode())
-    for name in SOURCES:
-        digest.update(b"\0" + (_DIRECTORY / name).read_bytes())
+    for path in program.files:
+        digest.update(b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -1,92 +1,14 @@
 // The CPU library: a plain C interface, called by cpu.py through ctypes. No state outlives a call.
-#include <atomic>
-#include <cfenv>
-#include <cstdlib>
-#include <cstring>
-#include <new>
-#include <system_error>
-#include <thread>
-#include <vector>
-
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
+#include "host.h"
 #include "kernels.h"
-
-#define DISTSCALE_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace distscale {
 namespace {
 
-constexpr i32 kAbi = 1;                     // raised with every change of the functions below or of sweep.h; see cpu.py
-constexpr i64 kChunk = 64 * kBlock;         // values that a thread takes at a time
-constexpr i64 kBytesPerThread = 512 << 10;  // what makes up for starting one
+constexpr i32 kAbi = 2;              // raised with every change of exported functions, of sweep.h or wire.h; see cpu.py
+constexpr i64 kChunk = 64 * kBlock;  // values that a thread takes at a time
 
-#if defined(__x86_64__)
-bool has_f16c() {  // which __builtin_cpu_supports does not know in older compilers
-  unsigned int eax, ebx, ecx, edx;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-}
-#endif
-
-// Kernels of the best instruction set that this CPU has; DISTSCALE_ISA may name another one of those (else: plain).
-const Kernels& choose_kernels() {
-#if defined(__x86_64__)
-  const char* name = std::getenv("DISTSCALE_ISA");
-  const auto may_be = [name](const char* isa) { return !name || !*name || !std::strcmp(name, isa); };
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && may_be("avx512")) return kernels_avx512;
-  if (avx2 && may_be("avx2")) return kernels_avx2;
-  return kernels_plain;
-#elif defined(__aarch64__)
-  return kernels_neon;
-#else
-  return kernels_plain;
-#endif
-}
-
-const Kernels& kernels() {
-  static const Kernels& chosen = choose_kernels();
-  return chosen;
-}
-
-// Rounding to nearest, and no flushing of subnormal numbers to zero, as long as it lives.
-class DefaultFloats {
- public:
-  DefaultFloats() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultFloats() { std::fesetenv(&saved_); }
-  DefaultFloats(const DefaultFloats&) = delete;
-  DefaultFloats& operator=(const DefaultFloats&) = delete;
-
- private:
-  std::fenv_t saved_;
-};
-
-// Calls work(i) once for every i below `count`, on at most `threads` threads; this one is the first of them.
-template <class Work>
-void in_parallel(i64 count, i64 bytes, i64 threads, const Work& work) {
-  std::atomic<i64> next{0};
-  const auto take = [&] {
-    const DefaultFloats mode;
-    for (i64 i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
-  };
-  const i64 worthwhile = bytes / kBytesPerThread;
-  if (threads > worthwhile) threads = worthwhile;
-  std::vector<std::thread> others;
-  try {
-    for (i64 i = 1; i < threads; ++i) others.emplace_back(take);
-  } catch (const std::system_error&) {
-    // There may be no more threads; those that there are do all the work.
-  }
-  take();
-  for (std::thread& other : others) other.join();
-}
+const Kernels& kernels() { return DISTSCALE_CHOOSE(kernels); }
 
 struct Chunk {
   const Part* part;
@@ -177,17 +99,6 @@ void multiply(const Part* parts, i64 count, float factor, i64 threads) {
       kernels().multiply[chunk.part->dtype][chunk.part->out_dtype](values, size, factor, out_at(*chunk.part, offset));
     });
   });
-}
-
-// An exception must not leave the library: 0, or 1 if there was no memory.
-template <class Work>
-i32 guarded(const Work& work) {
-  try {
-    work();
-    return 0;
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
 }
 
 }  // namespace

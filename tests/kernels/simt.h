@@ -1,4 +1,4 @@
-// As much of CUDA as sweep.cu uses, on the host: a block's threads are coroutines that change at barriers and shuffles.
+// As much of CUDA as sweep.cu and wire.cu use, on the host: a block's threads are coroutines that change at barriers and shuffles.
 //
 // Blocks run one after another. Blocks, warps and the lanes of a warp run in an order drawn from a seed, and shared
 // memory is filled with garbage before each block, so that a missing barrier shows as a wrong result under some seed.
@@ -34,7 +34,8 @@ struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 
-extern "C" char __start_simt_shared[], __stop_simt_shared[];
+// Both are null where a program has none.
+extern "C" __attribute__((weak)) char __start_simt_shared[], __stop_simt_shared[];
 
 namespace simt {
 
@@ -173,6 +174,8 @@ extern "C" void __ubsan_handle_type_mismatch_v1(void*, void*) { simt::was_misali
 inline void __syncthreads() { simt::wait(simt::State::kAtBarrier); }
 inline void __threadfence() {}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int distance) {

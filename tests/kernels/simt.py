@@ -1,4 +1,4 @@
-"""The CUDA kernels on the host: ``sweep.cu`` compiled by g++ under simt.h, in the place of a GPU."""
+"""The CUDA kernels on the host: compiled by g++ under simt.h, in the place of a GPU."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import distscale.sweep
+from distscale.sweep import nvrtc
 
 __all__ = ["NUM_THREADS", "HostGpu", "build"]
 
 NUM_THREADS = 64
 """Of a block: two warps, so that quick cases have something to join."""
 _HERE = Path(__file__).parent
-_SOURCES = Path(distscale.sweep.__file__).parent
 
 
-def build(directory: Path, *options: str, source: Path = _SOURCES) -> Path:
-    """Compiles the library into ``directory``; skips the test without a compiler."""
+def build(directory: Path, program: nvrtc.Program = nvrtc.SWEEP) -> Path:
+    """Compiles a program as a library into ``directory``; skips the test without a compiler."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler to run the CUDA kernels on the host with: install g++")
     library = directory / "libsimt.so"
     command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror"]
     command += ["-fsanitize=alignment"]  # without its library: simt.h has what it calls
-    command += [f"-DDISTSCALE_THREADS={NUM_THREADS}", f"-I{source}", f"-I{_HERE}", *options]
-    done = subprocess.run([*command, str(_HERE / "harness.cpp"), "-o", str(library)], capture_output=True, text=True)
+    command += [f"-DDISTSCALE_THREADS={NUM_THREADS}", *(f"-I{path.parent}" for path in program.files), f"-I{_HERE}"]
+    harness = _HERE / f"{program.files[0].stem}_harness.cpp"
+    done = subprocess.run([*command, str(harness), "-o", str(library)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return library
 

@@ -156,12 +156,11 @@ def test_chunks_share_a_tensor_out_evenly(library: Path) -> None:
 def test_the_harness_sees_a_missing_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, instead: str, why: str
 ) -> None:
-    for name in nvrtc.SOURCES:
-        shutil.copy(SOURCES / name, tmp_path)
+    copied = nvrtc.Program(tuple(Path(shutil.copy(path, tmp_path)) for path in nvrtc.SWEEP.files), nvrtc.SWEEP.kernels)
     source = (SOURCES / "sweep.cu").read_text()
     assert source.count(there) == 1
     (tmp_path / "sweep.cu").write_text(source.replace(there, instead))
-    in_place_of_a_gpu(monkeypatch, HostGpu(build(tmp_path, source=tmp_path)), small_chunks=True)
+    in_place_of_a_gpu(monkeypatch, HostGpu(build(tmp_path, copied)), small_chunks=True)
     tensor = torch.ones(5000)
 
     def sweeps() -> None:

@@ -13,37 +13,41 @@ from pathlib import Path
 
 import pytest
 
+from distscale.fp8.wire_cuda import WIRE
 from distscale.sweep import nvrtc
 from distscale.sweep.choice import Unavailable
 
-KERNELS = ["scale", "sweep", "sweep_and_write"]
-MOST_REGISTERS = {"scale": 64, "sweep": 64, "sweep_and_write": 128}
+PROGRAMS = [nvrtc.SWEEP, WIRE]
+MOST_REGISTERS = {"scale": 64, "sweep": 64, "sweep_and_write": 128, "find_amax": 64, "quantize": 128, "sum_rows": 64}
 """For blocks of 256 threads, 4 or 2 of them on a multiprocessor at least."""
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_no_kernel_spills(arch: str) -> None:
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_no_kernel_spills(program: nvrtc.Program, arch: str) -> None:
     report = io.StringIO()
-    assert nvrtc.compile_for(arch, ["-v"], report).startswith(b"\x7fELF")
-    check_report(report.getvalue(), arch)
+    assert nvrtc.compile_for(program, arch, ["-v"], report).startswith(b"\x7fELF")
+    check_report(program, report.getvalue(), arch)
 
 
 @pytest.mark.timeout(300)
-def test_nvcc_compiles_it_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_nvcc_compiles_it_too(program: nvrtc.Program, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("there is no nvcc here; NVRTC is what distscale uses")
-    source = Path(nvrtc.__file__).parent / "sweep.cu"
-    command = [nvcc, "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings", str(source)]
-    done = subprocess.run([*command, "-o", str(tmp_path / "sweep.cubin")], capture_output=True, text=True)
+    command = [nvcc, "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings"]
+    command += [f"-I{path.parent}" for path in program.files]
+    command += [str(program.files[0]), "-o", str(tmp_path / "out.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    check_report(done.stderr, "sm_90")
+    check_report(program, done.stderr, "sm_90")
 
 
-def check_report(report: str, arch: str) -> None:
+def check_report(program: nvrtc.Program, report: str, arch: str) -> None:
     """Of ptxas: no spills, no local memory, and registers for enough blocks on a multiprocessor."""
     assert sorted(re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", report)) == [
-        (name, arch) for name in KERNELS
+        (name, arch) for name in sorted(program.kernels)
     ]
     for part in report.split("Compiling entry function ")[1:]:
         name = part.split("'")[1]
@@ -69,17 +73,16 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("cuda.bindings.nvrtc.nvrtcVersion", without_a_library)
         with pytest.raises(Unavailable, match=r"pip install distscale\[cuda\] \(libnvrtc.so was not found\)"):
-            nvrtc.build((9, 0))
+            nvrtc.build(nvrtc.SWEEP, (9, 0))
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(Unavailable, match=r"pip install distscale\[cuda\]"):
-        nvrtc.build((9, 0))
+        nvrtc.build(nvrtc.SWEEP, (9, 0))
 
 
-def test_an_error_in_the_source_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sweep.cu").write_text("no kernel")
-    monkeypatch.setattr(nvrtc, "_DIRECTORY", tmp_path)
-    with pytest.raises(Unavailable, match=r"(?s)sweep.cu cannot be compiled for sm_90.*identifier"):
-        nvrtc.compile_for("sm_90")
+def test_an_error_in_the_source_is_told(tmp_path: Path) -> None:
+    (tmp_path / "some.cu").write_text("no kernel")
+    with pytest.raises(Unavailable, match=r"(?s)some.cu cannot be compiled for sm_90.*identifier"):
+        nvrtc.compile_for(nvrtc.Program((tmp_path / "some.cu",), ()), "sm_90")
 
 
 # ---------------------------------------------------------------- the cache
@@ -90,7 +93,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was compiled, by a quick compiler; the cache is in a directory that is not there yet."""
     done: list[str] = []
 
-    def compile_for(arch: str) -> bytes:
+    def compile_for(program: nvrtc.Program, arch: str) -> bytes:
         done.append(arch)
         return f"code for {arch}".encode()
 
@@ -100,38 +103,36 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_was_compiled_is_found_again(compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, again = nvrtc.build((9, 0)), nvrtc.build((9, 0))
+    first, again = nvrtc.build(nvrtc.SWEEP, (9, 0)), nvrtc.build(nvrtc.SWEEP, (9, 0))
     assert first.code == again.code == b"code for sm_90" and compiled == ["sm_90"]
     assert first.origin == f"compiled into {tmp_path}/a/cache" and again.origin == f"cached in {tmp_path}/a/cache"
-    nvrtc.build((8, 0))
+    nvrtc.build(nvrtc.SWEEP, (8, 0))
     assert compiled == ["sm_90", "sm_80"]
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: ("99.0", [90]))
-    nvrtc.build((9, 0))
+    nvrtc.build(nvrtc.SWEEP, (9, 0))
     assert compiled == ["sm_90", "sm_80", "sm_90"]
 
 
-def test_another_source_is_another_entry(compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {nvrtc._key("sm_90", "13.0")}
-    sources = nvrtc._DIRECTORY
-    monkeypatch.setattr(nvrtc, "_DIRECTORY", tmp_path)
-    for changed in nvrtc.SOURCES:
-        for name in nvrtc.SOURCES:
-            text = (sources / name).read_bytes()
-            (tmp_path / name).write_bytes(text + b"\n" if name == changed else text)
-        keys.add(nvrtc._key("sm_90", "13.0"))
-    assert len(keys) == 1 + len(nvrtc.SOURCES)
+def test_another_source_is_another_entry(tmp_path: Path) -> None:
+    keys = {nvrtc._key(nvrtc.SWEEP, "sm_90", "13.0")}
+    copied = nvrtc.Program(tuple(tmp_path / path.name for path in nvrtc.SWEEP.files), nvrtc.SWEEP.kernels)
+    for changed in copied.files:
+        for path, source in zip(copied.files, nvrtc.SWEEP.files, strict=True):
+            path.write_bytes(source.read_bytes() + (b"\n" if path == changed else b""))
+        keys.add(nvrtc._key(copied, "sm_90", "13.0"))
+    assert len(keys) == 1 + len(copied.files)
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "changed"])
 def test_a_damaged_entry_is_replaced(
     compiled: list[str], damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nvrtc.build((9, 0))
+    nvrtc.build(nvrtc.SWEEP, (9, 0))
     (entry,) = (tmp_path / "a" / "cache").iterdir()
     whole = entry.read_bytes()
     entry.write_bytes({"cut": whole[:-1], "emptied": b"", "changed": whole[:-1] + b"!"}[damage])
     with caplog.at_level(logging.INFO, logger=nvrtc.__name__):
-        assert nvrtc.build((9, 0)).code == b"code for sm_90"
+        assert nvrtc.build(nvrtc.SWEEP, (9, 0)).code == b"code for sm_90"
     assert "is damaged and is compiled again" in caplog.text
     assert compiled == ["sm_90", "sm_90"] and entry.read_bytes() == whole
 
@@ -143,7 +144,7 @@ def test_a_directory_that_cannot_be_written_to(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(nvrtc.CACHE_SETTING, str(tmp_path / "file" / "cache"))
     with caplog.at_level(logging.INFO, logger=nvrtc.__name__):
-        built = nvrtc.build((9, 0))
+        built = nvrtc.build(nvrtc.SWEEP, (9, 0))
     assert built.code == b"code for sm_90" and built.origin == "compiled in memory"
     assert "the compiled CUDA kernel is not kept" in caplog.text
 
@@ -155,7 +156,7 @@ def test_a_full_disk_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    assert nvrtc.build((9, 0)).origin == "compiled in memory"
+    assert nvrtc.build(nvrtc.SWEEP, (9, 0)).origin == "compiled in memory"
     assert list((tmp_path / "a" / "cache").iterdir()) == []
 
 
@@ -176,8 +177,8 @@ from pathlib import Path
 from distscale.sweep import nvrtc
 print("ready", flush=True)
 sys.stdin.readline()
-nvrtc.compile_for = lambda arch: os.urandom(300_000)
-built = nvrtc.build((9, 0))
+nvrtc.compile_for = lambda program, arch: os.urandom(300_000)
+built = nvrtc.build(nvrtc.SWEEP, (9, 0))
 # Whoever reads while others write finds a whole file.
 path = Path(sys.argv[1]) / "shared.bin"
 for round in range(10):
@@ -207,6 +208,6 @@ def test_many_processes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             rank.wait()
     assert [rank.returncode for rank in ranks] == [0] * len(ranks)
     # Each compiled on its own, or found what another had; whoever came last is kept.
-    again = nvrtc.build((9, 0))
+    again = nvrtc.build(nvrtc.SWEEP, (9, 0))
     assert again.origin == f"cached in {tmp_path}" and hashlib.sha256(again.code).hexdigest() in outputs
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".bin"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 import sweep_memory
 import torch
 from hypothesis import HealthCheck, given, settings
+from isas import ISAS, on_isa
 from sweep_cases import (
     CASES,
     CPU,
@@ -37,7 +37,7 @@ from distscale.sweep import Limits, Part, cpu, reference
 from distscale.sweep.parts import Request, Swept
 
 EXAMPLES = int(os.environ.get("DISTSCALE_EXAMPLES", "1"))
-BACKENDS = ["reference", "cpu-plain", "cpu-avx2", "cpu-avx512", *(["cuda"] if torch.cuda.is_available() else [])]
+BACKENDS = ["reference", *(f"cpu-{isa}" for isa in ISAS), *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 class Native(NamedTuple):
@@ -55,21 +55,8 @@ def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
         yield Native(cuda, torch.device("cuda", torch.cuda.current_device()))
     else:
-        # The library chooses the instruction set when it is first used; a copy of it is another library to the linker.
-        with pytest.MonkeyPatch.context() as patch:
-            built = cpu._find()
-            if built is None:
-                pytest.skip("the CPU library was not built")
-            copy = shutil.copy(built, tmp_path_factory.mktemp(isa))
-            patch.setattr(cpu, "_find", lambda: copy)
-            patch.setenv("DISTSCALE_ISA", isa)
-            cpu.load.cache_clear()
-            try:
-                if cpu.load().isa != isa:
-                    pytest.skip(f"this processor has no {isa}")
-                yield Native(cpu, CPU)
-            finally:
-                cpu.load.cache_clear()
+        with on_isa(isa, tmp_path_factory.mktemp(isa)):
+            yield Native(cpu, CPU)
 
 
 @pytest.mark.parametrize("flush", [False, True], ids=["subnormals", "flush-to-zero"])

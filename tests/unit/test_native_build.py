@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEEDED_AT_RUN_TIME = {"numerics.h", "sweep.h"} | {file.name for file in ROOT.glob("distscale/sweep/*.cu*")}
-"""Sources: NVRTC compiles the CUDA kernel where it runs."""
+NEEDED_AT_RUN_TIME = {"numerics.h", "sweep.h", "wire.h"} | {file.name for file in ROOT.glob("distscale/*/*.cu*")}
+"""Sources: NVRTC compiles the CUDA kernels where they run."""
 
 TRY = """
 import pathlib, sys, warnings
