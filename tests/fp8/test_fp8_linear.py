@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,28 @@ def test_errors_beside_fp32_are_those_of_fp8(fp8_format: str, gradient_error: fl
         linear.meter.scale.copy_(
             torch.tensor([scale_of_amax(amax, 448.0, HYBRID) for amax in linear.meter.amax.view(torch.float32)])
         )
+
+
+def test_every_product_is_one_that_gpus_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes in multiples of 16, a second operand in columns, not E5M2 twice; a CPU takes anything."""
+    multiply, shapes = torch._scaled_mm, []
+
+    def checked(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
+        assert left.is_contiguous() and right.t().is_contiguous()
+        assert left.shape[1] % 16 == 0 and not any(size % 16 for size in right.shape)
+        assert min(left.shape) > 0 and E4M3 in (left.dtype, right.dtype)
+        assert kwargs["scale_a"].dtype == kwargs["scale_b"].dtype == torch.float32
+        shapes.append((*left.shape, right.shape[1]))
+        return multiply(left, right, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", checked)
+    linear = converted(nn.Linear(20, 33))
+    for num_tokens in (0, 1, 16, 19):
+        output = linear(torch.randn(num_tokens, 20, requires_grad=True))
+        output.sum().backward()
+        assert output.shape == (num_tokens, 33)
+    one = [(1, 32, 48), (1, 48, 32), (33, 16, 32)]  # forward, by input, by weight
+    assert shapes == [*one, (16, 32, 48), (16, 48, 32), (33, 16, 32), (19, 32, 48), (19, 48, 32), (33, 32, 32)]
 
 
 def test_history_scales_the_next_step_and_saturates_what_has_grown() -> None:
