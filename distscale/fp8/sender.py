@@ -15,7 +15,8 @@ from distscale.errors import DesyncError
 from distscale.fp8.feedback import Feedback
 from distscale.fp8.keeper import Fp8Scales
 from distscale.fp8.wire import Layout, Piece, make_layout, metered
-from distscale.fp8.wire_reference import dequantize, quantize, sum_rows
+from distscale.fp8.wire_kernels import quantize, sum_rows
+from distscale.fp8.wire_reference import dequantize
 
 __all__ = ["Sender", "Traffic", "WireOptions"]
 

@@ -12,7 +12,7 @@ from isas import ISAS, on_isa
 from sweep_checks import flush_to_zero
 from wire_cases import CASES, Case, answer_of, cases, check, fixed_case, mixed
 
-from distscale.fp8 import CurrentScaling, wire_cpu, wire_kernels, wire_plan, wire_reference
+from distscale.fp8 import CurrentScaling, sender, wire_cpu, wire_kernels, wire_plan, wire_reference
 from distscale.fp8.wire import Piece, make_layout
 from distscale.sweep.choice import SETTING
 
@@ -89,3 +89,7 @@ def test_rows_of_another_dtype_are_left_to_torch() -> None:
     rows = case.rows.double() / 3
     want = wire_reference.quantize(rows, case.layout, case.scale)
     assert torch.equal(wire_kernels.quantize(rows, case.layout, case.scale).messages, want.messages)
+
+
+def test_the_sender_uses_it() -> None:
+    assert sender.quantize is wire_kernels.quantize and sender.sum_rows is wire_kernels.sum_rows
