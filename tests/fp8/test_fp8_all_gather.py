@@ -1,0 +1,166 @@
+"""FSDP2 gathers the weights of FP8 linears in FP8: the same products, fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD
+
+from distscale import DistributedGradScaler
+from distscale.errors import ConfigError
+from distscale.fp8 import CurrentScaling, DelayedScaling, Fp8Linear, Recipe, convert_to_fp8, gather_weights_in_fp8
+from distscale.fp8.scales import scale_of_amax
+from ranks import run_ranks
+
+WIDTH = 31  # uneven over two ranks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 45)
+        self.down = nn.Linear(45, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Bytes:
+    """Counts what is given to all-gathers."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def __enter__(self) -> Bytes:
+        self._all = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "all_gather_single")}
+        for name, gather in self._all.items():
+
+            def counted(output: Tensor, input: Tensor, *args: Any, _gather: Any = gather, **kwargs: Any) -> Any:
+                self.num += input.nbytes
+                return _gather(output, input, *args, **kwargs)
+
+            setattr(dist, name, counted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, gather in self._all.items():
+            setattr(dist, name, gather)
+
+
+def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in (model.up, model.down):
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def losses_and_weights(rank: int, dtype: torch.dtype, recipe: Recipe, in_fp8: bool) -> tuple[list[Tensor], list[int]]:
+    """After a few steps; and the bytes gathered in each."""
+    model = Model()
+    scales = convert_to_fp8(model, recipe)
+    sharded(model, dtype)
+    if in_fp8:
+        gather_weights_in_fp8(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scaler = DistributedGradScaler("cpu", init_scale=16.0, names=model, fp8=scales)
+    generator = torch.Generator().manual_seed(rank)
+    found, counted = [], []
+    for _ in range(4):
+        optimizer.zero_grad()
+        with Bytes() as gathered:
+            loss = model(torch.randn(8, WIDTH, generator=generator)).float().square().mean()
+            scaler.scale(loss).backward()
+        counted.append(gathered.num)
+        scaler.step(optimizer)
+        scaler.update()
+        assert not scaler.last_step.skipped
+        found.append(loss.detach())
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        found.append(param.full_tensor().detach())
+    return found, counted
+
+
+def check_same_training(rank: int) -> None:
+    """With scales that are powers of two, a weight cast twice is the weight cast once."""
+    for dtype in (torch.bfloat16, torch.float32):
+        expected, num_plain = losses_and_weights(rank, dtype, DelayedScaling(fp8_format="E4M3"), in_fp8=False)
+        found, num_bytes = losses_and_weights(rank, dtype, DelayedScaling(fp8_format="E4M3"), in_fp8=True)
+        assert all(map(torch.equal, found, expected))
+        size = torch.finfo(dtype).bits // 8
+        # Rows of a rank: 23 of `up`, 16 of `down`; both are gathered in the forward and in the backward pass.
+        numel = 23 * WIDTH + 16 * 45
+        assert num_plain[-1] - num_bytes[-1] > 2 * (numel * (size - 1) - 64)
+    found, _ = losses_and_weights(rank, torch.float32, CurrentScaling(fp8_format="E4M3"), in_fp8=True)
+    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-3)
+
+
+def check_a_weight_that_grows(rank: int) -> None:
+    """It saturates once, is counted as it is and not as it was gathered, and is in range again at the next step."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    scales = convert_to_fp8(model, DelayedScaling(amax_history_len=1))
+    nn.init.eye_(model[0].weight)
+    fully_shard(model)
+    gather_weights_in_fp8(model)
+    scaler = DistributedGradScaler("cpu", init_scale=1.0, names=model, fp8=scales)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    outputs = []
+    for size in (1.0, 100.0, 100.0):
+        with torch.no_grad():
+            weight = model[0].weight
+            assert isinstance(weight, DTensor)
+            if rank == 1:  # the other half of it stays as it is
+                weight.to_local().copy_(torch.eye(8)[4:] * size)
+        output = model(torch.ones(1, 8))
+        scaler.scale(output.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        outputs.append(output[0, [0, -1]].tolist())
+    assert outputs == [[1.0, 1.0], [1.0, 448 / 256], [1.0, 96.0]]  # 1, 1.75 = the largest at scale 256, E4M3 of 100
+    layer = model[0]
+    assert isinstance(layer, Fp8Linear)
+    assert layer.meter.scale[1] == scale_of_amax(torch.tensor(100.0), 448.0, scales.recipe)
+
+
+def check_bad_weights_stay_bad(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    convert_to_fp8(model, DelayedScaling())
+    fully_shard(model)
+    gather_weights_in_fp8(model)
+    weight = model[0].weight
+    assert isinstance(weight, DTensor)
+    with torch.no_grad():
+        if rank == 1:
+            weight.to_local()[0, 0] = torch.inf
+    assert model(torch.ones(1, 8)).isnan().tolist() == [[False] * 4 + [True] + [False] * 3]
+
+
+def check_mistakes() -> None:
+    model = Model()
+    with pytest.raises(ConfigError, match="no FSDP2 unit of this model has the weight of an FP8 linear"):
+        gather_weights_in_fp8(sharded(copy.deepcopy(model), torch.bfloat16))
+    convert_to_fp8(model, DelayedScaling())
+    sharded(model, torch.bfloat16)
+    gather_weights_in_fp8(model)
+    with pytest.raises(ConfigError, match="the weights of up are gathered in FP8 already"):
+        gather_weights_in_fp8(model)
+
+
+def ranks(rank: int) -> None:
+    check_same_training(rank)
+    check_a_weight_that_grows(rank)
+    check_bad_weights_stay_bad(rank)
+    check_mistakes()
+
+
+def test_weights_are_gathered_in_fp8() -> None:
+    run_ranks(ranks, 2)
