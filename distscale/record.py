@@ -124,7 +124,10 @@ class JsonlRecord:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line, step in _complete_lines(self.path) if step < resume_step]
         aside = self.path.with_name(self.path.name + ".tmp")
-        aside.write_text("".join(kept), encoding="utf-8")
+        with aside.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())  # or the loss of power could leave neither the old file nor the new one
         aside.replace(self.path)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
 
