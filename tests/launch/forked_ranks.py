@@ -34,7 +34,8 @@ def _live(life: int, ending: Collection[int], world_size: int, arguments: Sequen
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(life)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_RUN_ID": f"run-{os.getpid()}", "TORCHELASTIC_RESTART_COUNT": str(life)}
     processes = []
     for rank in range(world_size):
         if not (process := os.fork()):
@@ -64,8 +65,11 @@ def _be_rank(life: int, rank: int, world_size: int, arguments: Sequence[str]) ->
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
+    # The last and the first are what each rank would import after the fork.
+    import torch._dynamo  # noqa: F401
+
     import pretrain
-    import session  # noqa: F401  # what a rank would import after the fork
+    import session  # noqa: F401
 
     for life, ending in enumerate(json.loads(sys.argv[1])):
         is_good = _live(life, ending, int(sys.argv[2]), sys.argv[3:])

@@ -89,7 +89,11 @@ LIVES = [
     (
         "full_disk step=20 rank=1",
         24,
-        dict.fromkeys(RANKS, r"the checkpoint could not be written: rank 1: \[Errno 28\] No space left on device$"),
+        dict.fromkeys(
+            RANKS,
+            r"the checkpoint runs/struck/checkpoints/partial_20 could not be written, with \S+ MB free there: "
+            r"rank 1: \[Errno 28\] No space left on device$",
+        ),
     ),
     # Its peers learn of it wherever they are by then.
     ("kill_in_checkpoint step=20 rank=2", None, dict.fromkeys((0, 1, 3), "(?i)a peer died")),
@@ -115,7 +119,7 @@ def live(folder: Path, lives: Sequence[Collection[int]], *arguments: str, **envi
     told = json.dumps([list(ending) for ending in lives])
     command = [sys.executable, str(FORKED_RANKS), told, str(len(RANKS)), "struck.toml", *arguments]
     ended = run_in_session(command, folder, environment, DEADLINE_S, subprocess.STDOUT)
-    assert ended.returncode == 0, ended.stdout + output_of(folder, len(lives) - 1, 0)
+    assert ended.returncode == 0, ended.stdout + "".join(log.read_text() for log in sorted(folder.glob("life-*.log")))
 
 
 def record(folder: Path) -> list[dict[str, Any]]:
