@@ -116,7 +116,10 @@ void add(const u8* codes, i64 count, float scale_inv, float* total) {
   for_each_vector<Code<kDtype>>(codes, count, [&](const Code<kDtype>* at, i64 done) {
     const F32 values = widened<kDtype>(at) * scale_inv;
     if (count - done >= kLanes) return store(total + done, load<F32>(total + done) + values);
-    for (i64 i = done; i < count; ++i) total[i] += values[i - done];
+    F32 tail = {};
+    std::memcpy(&tail, total + done, static_cast<u64>(count - done) * sizeof(float));
+    tail += values;
+    std::memcpy(total + done, &tail, static_cast<u64>(count - done) * sizeof(float));
   });
 }
 
