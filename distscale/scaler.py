@@ -18,8 +18,9 @@ from distscale.arguments import check_max_norm, check_step, make_policy, read_sc
 from distscale.coordinator import Coordinator, Situation
 from distscale.decision import Decision
 from distscale.errors import ConfigError, ProtocolError
-from distscale.fp8 import saved
 from distscale.fp8.keeper import Fp8Scales
+from distscale.fp8.saved import split
+from distscale.fp8.steps import end_step
 from distscale.local import LocalScaler
 from distscale.policy import MAX_SCALE, MIN_SCALE, DynamicScale, Policy
 from distscale.record import StepReport
@@ -246,7 +247,8 @@ class DistributedGradScaler(LocalScaler):
         old_scale = self._state().scale.clone()
         self._commit(state)
         self._carried.update(old_scale, state.scale)
-        self._commit_fp8(state.scale)
+        if self._coordinator.fp8 is not None:
+            end_step(self._coordinator.fp8, self._decisions, state.scale)
         for decision in self._decisions:
             decision.settle(state)
             self._reports.add(decision)
@@ -309,17 +311,11 @@ class DistributedGradScaler(LocalScaler):
             ConfigError: if the state cannot be used; nothing is changed then.
         """
         fp8 = self._coordinator.fp8
-        histories = state_dict.get("fp8") if isinstance(state_dict, Mapping) and self._enabled else None
-        if histories is not None:
-            if fp8 is None:
-                raise ConfigError(
-                    "the saved scaler state has FP8 histories, and this scaler was made without fp8=; give it, or take "
-                    "'fp8' out of the state to go on without FP8"
-                )
-            saved.decode(fp8.recipe, histories, reset=False)
-            state_dict = {key: value for key, value in state_dict.items() if key != "fp8"}
-        super().load_state_dict(state_dict)
-        if histories is not None and fp8 is not None:
+        rest, histories = (
+            split(state_dict, None if fp8 is None else fp8.recipe) if self._enabled else (state_dict, None)
+        )
+        super().load_state_dict(rest)
+        if fp8 is not None and histories is not None:
             fp8.load_state_dict(histories)
             fp8.hand_out(torch.tensor(self.get_scale()))
         self._carried.forget_losses()
@@ -359,19 +355,6 @@ class DistributedGradScaler(LocalScaler):
         for optimizer in optimizers:
             self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
         return decision
-
-    def _commit_fp8(self, loss_scale: Tensor) -> None:
-        """Lets the FP8 tensors have their scales for the coming step. Syncs host: no."""
-        fp8 = self._coordinator.fp8
-        if fp8 is None:
-            return
-        decisions = [decision for decision in self._decisions if decision.table is self._decisions[-1].table]
-        if not decisions:
-            fp8.hand_out(loss_scale)
-            return
-        bits = torch.stack([decision.fp8_bits for decision in decisions]).amax(dim=0)
-        found_inf = torch.stack([decision.verdict.found_inf for decision in decisions]).amax()
-        fp8.finish_step(bits, found_inf, decisions[-1].loss_scale, loss_scale)
 
     def _steps_on_device(self, optimizer: Optimizer) -> bool:
         return self._stepper.steps_on_device(optimizer)

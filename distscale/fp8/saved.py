@@ -17,7 +17,7 @@ from distscale.errors import ConfigError
 from distscale.fp8.recipe import Recipe
 from distscale.policy import is_number
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "split"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _MAY_DIFFER = {"amax_history_len", "amax_compute_algo", "margin", "power_of_two"}
@@ -54,6 +54,30 @@ def decode(recipe: Recipe, state: Mapping[str, str], reset: bool) -> dict[str, l
         if not isinstance(history, list) or not all(is_number(amax) and _is_amax(amax) for amax in history):
             raise ConfigError(f"the saved FP8 scales cannot be used: the history of {name} holds impossible values")
     return histories
+
+
+def split(state: Mapping[str, Any], recipe: Recipe | None) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
+    """Takes the FP8 histories out of a scaler's state, if there are any.
+
+    Args:
+        recipe: of the scaler's FP8 scales; None if it has none.
+
+    Returns:
+        The rest, and what :meth:`Fp8Scales.load_state_dict` takes, which is checked.
+
+    Raises:
+        ConfigError: if they cannot be used.
+    """
+    histories = state.get("fp8") if isinstance(state, Mapping) else None
+    if histories is None:
+        return state, None
+    if recipe is None:
+        raise ConfigError(
+            "the saved scaler state has FP8 histories, and this scaler was made without fp8=; give it, or take 'fp8' "
+            "out of the state to go on without FP8"
+        )
+    decode(recipe, histories, reset=False)
+    return {key: value for key, value in state.items() if key != "fp8"}, histories
 
 
 def _read(state: Mapping[str, str], key: str) -> dict[str, Any]:
