@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from distscale.env import Environment, read_environment, torch_variables
-from distscale.errors import ConfigError, ProtocolError
+from distscale.errors import ConfigError, DistScaleError, ProtocolError
+from distscale.meeting import first_line, meet
 
 __all__ = ["DEFAULT_TIMEOUT_S", "device_of_rank", "init_distributed"]
 
 DEFAULT_TIMEOUT_S = 1800.0
 """That of torch's gloo and, roughly, of its NCCL."""
+_MAX_TIMEOUT_S = 1e6  # some of torch's clocks count milliseconds in 32 bits
 
 
 def init_distributed(
@@ -43,11 +45,12 @@ def init_distributed(
 
     Raises:
         ConfigError: if the environment contradicts itself or is half set, there is no such device, nobody says where to
-            meet, the address cannot be resolved, the port is in use, or there is another process group already.
-        ProtocolError: if other ranks did not come within ``timeout_s``.
+            meet, the address cannot be resolved, the port is in use, there is another job, two processes are the same
+            rank, or there is another process group already.
+        ProtocolError: if other ranks did not come within ``timeout_s``, which it names.
     """
-    if not timeout_s > 0:
-        raise ConfigError(f"timeout_s={timeout_s!r} must be above 0")
+    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise ConfigError(f"timeout_s={timeout_s!r} must be above 0, and at most {_MAX_TIMEOUT_S:.0f}")
     if ask_mpi and not dist.is_initialized():
         from distscale.mpi import environment_from_mpi
 
@@ -59,8 +62,6 @@ def init_distributed(
     if dist.is_initialized():
         _check_present_group(environment, backend)
         return environment
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
     if place.type == "cuda":
         options["device_id"] = place
@@ -72,30 +73,21 @@ def init_distributed(
     if environment.launcher != "none":
         os.environ.update(torch_variables(environment))
     try:
-        if (store := _store_of_this_life(environment, timeout_s)) is not None:
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        if environment.world_size > 1:
+            is_lent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            store = meet(environment, timeout_s, is_lent=is_lent)
             options |= {"store": store, "rank": environment.rank, "world_size": environment.world_size}
         dist.init_process_group(backend, **options)
-    except (RuntimeError, OSError) as error:
-        raise _explained(error, environment, timeout_s) from error
+    except DistScaleError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ProtocolError(
+            f"rank {environment.rank} of {environment.world_size} could not make the process group ({backend}, "
+            f"{place}); look for the first error among the ranks. The backend said: {first_line(error)}"
+        ) from error
     return environment
-
-
-def _store_of_this_life(environment: Environment, timeout_s: float) -> Any:
-    """The store that torchrun lends the ranks, without what ranks of earlier lives of the job have left in it.
-
-    torch takes what it finds there for its own, and would connect to addresses of dead ranks (pytorch#135712). None if
-    nothing is lent or needed, or on several nodes: there the agents' counts of restarts differ, so that nothing tells
-    lives apart, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, set before torchrun, is the cure.
-    """
-    is_lent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not is_lent or environment.num_nodes > 1 or environment.world_size == 1:
-        return None
-    address, port = environment.head_address, environment.port
-    assert address is not None and port is not None
-    # Both are documented, and in no __all__.
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(address, port, environment.world_size, False, timeout)  # type: ignore[attr-defined]
-    return dist.PrefixStore(f"life_{environment.restart_count}", store)  # type: ignore[attr-defined]
 
 
 def device_of_rank(environment: Environment) -> torch.device:
@@ -159,24 +151,8 @@ def _check_address(environment: Environment) -> None:
         )
     try:
         socket.getaddrinfo(environment.head_address, environment.port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"the address {environment.head_address!r}, where the ranks are to meet, cannot be resolved on "
-            f"{socket.gethostname()}: {error.strerror}; set MASTER_ADDR to an address of rank 0 that all nodes know"
+            f"{socket.gethostname()}: {error}; set MASTER_ADDR to an address of rank 0 that all nodes know"
         ) from None
-
-
-def _explained(error: Exception, environment: Environment, timeout_s: float) -> ConfigError | ProtocolError:
-    """Returns what torch's error means, for whoever started the job."""
-    where = f"{environment.head_address}:{environment.port}"
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-        return ConfigError(
-            f"rank {environment.rank} cannot listen at {where}, since the port is in use by another program; "
-            "set MASTER_PORT to a free one, the same on all ranks"
-        )
-    return ProtocolError(
-        f"rank {environment.rank} of {environment.world_size} did not meet all others at {where} within "
-        f"{timeout_s:g} s; look for the first error among them, and whether that host can be reached. "
-        f"The backend said: {text}"
-    )

@@ -8,17 +8,21 @@ deepspeed  the same, but ``LOCAL_SIZE`` for the last, beside ``CROSS_RANK``
 variables  the same as torchrun's, set by somebody else
 openmpi    ``OMPI_COMM_WORLD_RANK``, ``OMPI_COMM_WORLD_SIZE``, ``OMPI_COMM_WORLD_LOCAL_RANK``, ``..._LOCAL_SIZE``
 mpich      ``PMI_RANK``, ``PMI_SIZE``, ``MPI_LOCALRANKID``, ``MPI_LOCALNRANKS``: Hydra, of MPICH, Intel MPI and others
-srun       ``SLURM_PROCID``, ``SLURM_NTASKS``, ``SLURM_LOCALID``, and of ``SLURM_STEP_TASKS_PER_NODE`` its node's
+srun       ``SLURM_PROCID``, ``SLURM_NTASKS``, ``SLURM_LOCALID``, and of ``SLURM_STEP_TASKS_PER_NODE`` its node's,
+           beside ``SLURM_STEP_ID``
 =========  ==========================================================================================================
 
 **Launchers nest.** srun starts one torchrun, or one daemon of mpirun, a node, and these start the ranks. So torchrun's
 word outranks mpirun's, and mpirun's that of srun, which then speaks of the parent. What SLURM says of a batch script
 (there is no ``SLURM_STEP_ID`` then, or none of srun's) is about the script alone, and counts for nothing.
 
+**A parent has one task for each child.** An srun or mpirun that starts torchruns starts as many as torchrun counts. If
+not, they are several jobs that each believe themselves alone (``--standalone``), or one of the two is left over from
+another job, as when a rank submits a job, whose environment ``sbatch`` hands on. Which of the torchruns this is does
+not count: they number themselves as they like.
+
 **All else must agree.** torchrun's variables that torchrun did not set (a wrapper exported them), and the ``PMI_*``
-that srun sets with ``--mpi=pmi2``, may add to what the launcher says, not contradict it. Nor may a torchrun be nested
-in an srun or mpirun that has one task for each rank, not for each torchrun: then one of them is left over from another
-job, as when a rank submits a job, whose environment ``sbatch`` hands on, or each torchrun believes itself alone.
+that srun sets with ``--mpi=pmi2``, may add to what the launcher says, not contradict it.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from typing import NamedTuple
 from distscale.errors import ConfigError
 from distscale.nodelist import tasks_of_node
 
-__all__ = ["NEEDED", "Word", "claims_of", "half_set", "innermost", "number"]
+__all__ = ["NEEDED", "Word", "claims_of", "half_set", "innermost", "is_batch_script", "number"]
 
 NEEDED = ("rank", "world_size", "local_rank", "local_world_size")
 """What must be known of a process that is not alone."""
@@ -37,7 +41,8 @@ _TORCH = {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"
 _SLURM = {"rank": "SLURM_PROCID", "world_size": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
 _VARIABLES = {
     "torchrun": _TORCH
-    | {"local_world_size": "LOCAL_WORLD_SIZE", "node": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"},
+    | {"local_world_size": "LOCAL_WORLD_SIZE", "node": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"}
+    | {"run": "TORCHELASTIC_RUN_ID"},
     "deepspeed": _TORCH | {"local_world_size": "LOCAL_SIZE", "node": "CROSS_RANK", "num_nodes": "CROSS_SIZE"},
     "openmpi": {
         "rank": "OMPI_COMM_WORLD_RANK",
@@ -51,8 +56,9 @@ _VARIABLES = {
         "local_rank": "MPI_LOCALRANKID",
         "local_world_size": "MPI_LOCALNRANKS",
     },
-    "srun": _SLURM | {"node": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES"},
+    "srun": _SLURM | {"node": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES", "step": "SLURM_STEP_ID"},
 }
+_COUNTS = ("world_size", "local_world_size", "num_nodes")
 _TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 _MAY_BE_STARTED_BY = {
     "torchrun": ("openmpi", "mpich", "srun"),
@@ -60,6 +66,8 @@ _MAY_BE_STARTED_BY = {
     "openmpi": ("srun",),
     "mpich": ("srun",),
 }
+# Longer ones are none of a launcher's, and int() refuses those above 4300 digits with an error of its own.
+_MAX_DIGITS = 18
 # slurm.h: ids from here on are of batch scripts, interactive shells and other steps without tasks of srun's.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -95,9 +103,8 @@ def claims_of(environ: Mapping[str, str]) -> list[Claim]:
         claims.append(Claim("openmpi", words))
     if words := _words(environ, "mpich"):
         claims.append(Claim("mpich", words, "MPI_LOCALRANKID" in environ))
-    step = environ.get("SLURM_STEP_ID", "")
-    if step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP:
-        words = _words(environ, "srun")
+    words = _words(environ, "srun")
+    if words.keys() & {"rank", "local_rank", "step"} and not is_batch_script(environ):
         if "node" in words and _TASKS_PER_NODE in environ:
             tasks = tasks_of_node(environ[_TASKS_PER_NODE], number(words["node"]))
             words["local_world_size"] = Word(_TASKS_PER_NODE, str(tasks))
@@ -105,14 +112,22 @@ def claims_of(environ: Mapping[str, str]) -> list[Claim]:
     return claims
 
 
+def is_batch_script(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM started this process as the script or shell of a job, and not as a task of srun's."""
+    if "SLURM_STEP_ID" in environ:
+        return number(Word("SLURM_STEP_ID", environ["SLURM_STEP_ID"])) >= _FIRST_SPECIAL_STEP
+    place = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    return "SLURM_JOB_ID" in environ and all(environ.get(name, "0") == "0" for name in place)
+
+
 def innermost(claims: Iterable[Claim]) -> tuple[str, dict[str, Word]]:
     """Returns the launcher that started this process, and its words with those that agree with them.
 
     Raises:
-        ConfigError: if two contradict each other.
+        ConfigError: if two contradict each other, or it does not say all that is needed.
     """
     words: dict[str, Word] = {}
-    hearsay, starter = "none", None
+    hearsay, starter, parent = "none", None, None
     for claim in claims:
         if starter is None:
             _must_agree(words, claim.words)
@@ -121,33 +136,38 @@ def innermost(claims: Iterable[Claim]) -> tuple[str, dict[str, Word]]:
                 starter = claim
             elif hearsay == "none":
                 hearsay = claim.launcher
-        elif claim.launcher not in _MAY_BE_STARTED_BY[starter.launcher] or _is_one_task_a_rank(starter, claim):
+        elif claim.launcher not in _MAY_BE_STARTED_BY[starter.launcher]:
             _must_agree(starter.words, claim.words)
-    if starter is not None:
-        return starter.launcher, words
-    if words.keys() & {"rank", "world_size"}:
-        return hearsay, words
-    # The others say nothing that is of use alone, such as the LOCAL_RANK=0 that some libraries set.
-    alone = {field: Word("no launcher, hence its " + field, str(int("size" in field))) for field in NEEDED}
-    _must_agree(words, alone)
-    return "none", alone
+        elif parent is None:
+            parent = claim
+            _must_have_one_task_each(starter, parent)
+    launcher = hearsay if starter is None else starter.launcher
+    if starter is None and not words.keys() & {"rank", "world_size"}:
+        # What is said is of no use alone, such as the LOCAL_RANK=0 that some libraries set.
+        numbers = dict.fromkeys((*NEEDED, "node"), "0") | dict.fromkeys(_COUNTS, "1")
+        alone = {field: Word(f"no launcher, hence its {field}", text) for field, text in numbers.items()}
+        _must_agree(words, alone)
+        return "none", alone
+    needed = (*NEEDED, "step") if launcher == "srun" else NEEDED
+    if missing := [field for field in needed if field not in words]:
+        names = _VARIABLES.get(launcher, _VARIABLES["torchrun"])
+        raise half_set(words.values(), [names.get(field, _TASKS_PER_NODE) for field in missing])
+    return launcher, words
 
 
-def half_set(launcher: str, words: Mapping[str, Word], missing: Iterable[str]) -> ConfigError:
-    """Returns the error for a launcher's words that lack some."""
-    names = _VARIABLES.get(launcher, _VARIABLES["torchrun"])
-    lacking = " and ".join(names.get(field, _TASKS_PER_NODE) for field in missing)
+def half_set(words: Iterable[Word], lacking: Iterable[str]) -> ConfigError:
+    """Returns the error for words without variables that belong to them."""
     return ConfigError(
-        f"the environment of this process is half set: there is {', '.join(map(str, words.values()))}, "
-        f"but no {lacking}; set all of them or none"
+        f"the environment of this process is half set: there is {', '.join(map(str, words))}, "
+        f"but no {' and '.join(lacking)}; set all of them or none"
     )
 
 
 def number(word: Word) -> int:
     """Returns the value of a variable as a number. Raises: ConfigError."""
     text = word.value.strip()
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError(f"{word.variable}={word.value!r} is not a number; set it to one, or unset it")
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
+        raise ConfigError(f"{word.variable}={word.value[:40]!r} is not a number; set it to one, or unset it")
     return int(text)
 
 
@@ -156,13 +176,19 @@ def _words(environ: Mapping[str, str], launcher: str) -> dict[str, Word]:
     return {field: Word(name, environ[name]) for field, name in names.items() if name in environ}
 
 
-def _is_one_task_a_rank(inner: Claim, outer: Claim) -> bool:
-    """Whether ``outer`` has a task for each rank of a torchrun, and not one for each torchrun."""
-    said = (inner.words.get("world_size"), inner.words.get("num_nodes"), outer.words.get("world_size"))
-    if None in said:
-        return False
-    num_ranks, num_agents, num_tasks = (word.value.strip() for word in said if word is not None)
-    return num_ranks == num_tasks != num_agents
+def _must_have_one_task_each(inner: Claim, outer: Claim) -> None:
+    """Raises ConfigError if ``outer`` has not one task for each torchrun. An mpirun does not count its daemons."""
+    agents, tasks = inner.words.get("num_nodes"), outer.words.get("world_size")
+    if agents is not None and tasks is not None and agents.value.strip() != tasks.value.strip():
+        raise ConfigError(
+            f"the environment contradicts itself on how many {inner.launcher}s {outer.launcher} has started: {agents}, "
+            f"but {tasks}. There is {_listed(inner)} against {_listed(outer)}; start one in each task and tell it of "
+            "all, as by torchrun --nnodes=$SLURM_NTASKS, or unset those that are left over from another job"
+        )
+
+
+def _listed(claim: Claim) -> str:
+    return ", ".join(map(str, claim.words.values()))
 
 
 def _must_agree(words: Mapping[str, Word], others: Mapping[str, Word]) -> None:

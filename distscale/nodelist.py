@@ -10,8 +10,9 @@ from distscale.errors import ConfigError
 __all__ = ["expand_nodelist", "tasks_of_node"]
 
 _ENTRY = re.compile(r"(?:[^\[\],]|\[[^\[\]]+\])+")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+_MAX_RANGE = 2**18  # hostlist.h: SLURM makes none that is longer
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
@@ -57,7 +58,7 @@ def _members(inside: str, nodelist: str) -> list[str]:
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(first) > int(last):
+        if not 0 <= int(last) - int(first) < _MAX_RANGE:
             raise ConfigError(f"[{inside}] in the list of nodes {nodelist!r} is no list of numbers and rising ranges")
         members += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return members

@@ -43,6 +43,7 @@ DEEPSPEED = {  # DeepSpeed 0.19.8, deepspeed --num_gpus 2, the second rank
     "RANK": "1",
     "WORLD_SIZE": "2",
 }
+NAMESPACE = "prterun-vm-7688@1"
 OPEN_MPI = {  # 5.0.11, mpirun -n 4 on one node, the third rank
     "OMPI_COMM_WORLD_LOCAL_RANK": "2",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
@@ -50,7 +51,7 @@ OPEN_MPI = {  # 5.0.11, mpirun -n 4 on one node, the third rank
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_SIZE": "4",
     "PMIX_HOSTNAME": "vm",
-    "PMIX_NAMESPACE": "prterun-vm-7688@1",
+    "PMIX_NAMESPACE": NAMESPACE,
     "PMIX_RANK": "2",
 }
 HYDRA = {  # MPICH 5.0.2, mpiexec -n 2, the second rank
@@ -97,38 +98,57 @@ PMI2 = {"PMI_FD": "13", "PMI_JOBID": "20042.1", "PMI_RANK": "3", "PMI_SIZE": "4"
     [
         pytest.param(ALONE, Environment(), id="alone"),
         pytest.param(ALONE | {"LOCAL_RANK": "0"}, Environment(), id="alone, with a word that libraries set"),
-        pytest.param(TORCHRUN, Environment(2, 0, 4, 2, 1, 2, "localhost", 33611, "torchrun", "run7"), id="torchrun"),
+        pytest.param(
+            TORCHRUN, Environment(2, 0, 4, 2, 1, 2, "localhost", 33611, "torchrun", "run7", 0, "run7"), id="torchrun"
+        ),
         pytest.param(DEEPSPEED, Environment(1, 1, 2, 2, 0, 1, "127.0.0.1", 29500, "deepspeed"), id="deepspeed"),
         pytest.param(
             OPEN_MPI,
-            Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "prterun-vm-7688@1"),
+            Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", NAMESPACE, 0, NAMESPACE),
             id="Open MPI",
         ),
         pytest.param(
             OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3", "OMPI_COMM_WORLD_RANK": "3"},
-            Environment(3, 2, 4, 3, 1, 2, None, 16217, "openmpi", "prterun-vm-7688@1"),
+            Environment(3, 2, 4, 3, 1, 2, None, 16217, "openmpi", NAMESPACE, 0, NAMESPACE),
             id="Open MPI on nodes that it does not name",
         ),
         pytest.param(HYDRA, Environment(1, 1, 2, 2, 0, 1, "localhost", 29500, "mpich"), id="MPICH"),
-        pytest.param(SRUN, Environment(3, 1, 4, 2, 1, 2, "n1", 10042, "srun", "20042"), id="srun"),
-        pytest.param(SRUN | PMI2, Environment(3, 1, 4, 2, 1, 2, "n1", 10042, "srun", "20042"), id="srun --mpi=pmi2"),
+        pytest.param(SRUN, Environment(3, 1, 4, 2, 1, 2, "n1", 10042, "srun", "20042", 0, "20042.0"), id="srun"),
+        pytest.param(
+            SRUN | {"SLURM_STEP_ID": "2", "SLURM_RESTART_COUNT": "1"},
+            Environment(3, 1, 4, 2, 1, 2, "n1", 25880, "srun", "20042", 1, "20042.2 requeue 1"),
+            id="srun, the third step of a requeued job",
+        ),
+        pytest.param(
+            SRUN | PMI2, Environment(3, 1, 4, 2, 1, 2, "n1", 10042, "srun", "20042", 0, "20042.0"), id="srun --mpi=pmi2"
+        ),
         pytest.param(BATCH, Environment(job_id="20042"), id="a batch script is alone"),
+        pytest.param(
+            BATCH | {"MASTER_ADDR": "n1", "MASTER_PORT": "1234"},
+            Environment(job_id="20042"),
+            id="a batch script that exports where its ranks are to meet",
+        ),
+        pytest.param(
+            {"SLURM_JOB_ID": "20042", "SLURM_NTASKS": "4"}, Environment(job_id="20042"), id="the shell of salloc"
+        ),
+        pytest.param({"SLURM_NTASKS": "4"}, Environment(), id="alone, with an option of sbatch's"),
+        pytest.param(ALONE | {"SLURM_RESTART_COUNT": ""}, Environment(), id="alone, with an empty count"),
         pytest.param(
             BATCH | {"SLURM_STEP_ID": "4294967290"}, Environment(job_id="20042"), id="an interactive step, too"
         ),
         pytest.param(
             ONE_A_NODE | TORCHRUN,
-            Environment(2, 0, 4, 2, 1, 2, "localhost", 33611, "torchrun", "20042"),
+            Environment(2, 0, 4, 2, 1, 2, "localhost", 33611, "torchrun", "20042", 0, "run7"),
             id="torchrun in srun",
         ),
         pytest.param(
             BATCH | TORCHRUN,
-            Environment(2, 0, 4, 2, 1, 2, "localhost", 33611, "torchrun", "20042"),
+            Environment(2, 0, 4, 2, 1, 2, "localhost", 33611, "torchrun", "20042", 0, "run7"),
             id="torchrun in a batch script",
         ),
         pytest.param(
             ONE_A_NODE | OPEN_MPI,
-            Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042"),
+            Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
             id="mpirun in a batch script, by a daemon that srun started",
         ),
         pytest.param(
@@ -137,18 +157,33 @@ PMI2 = {"PMI_FD": "13", "PMI_JOBID": "20042.1", "PMI_RANK": "3", "PMI_SIZE": "4"
             | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
             # Two ranks and two daemons, by chance.
             | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            Environment(0, 0, 2, 2, 0, 1, "localhost", 16217, "openmpi", "20042"),
+            Environment(0, 0, 2, 2, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
             id="as many ranks as daemons, all on one node",
         ),
         pytest.param(
+            # A daemon of mpirun's on every node but its own, and a torchrun on every node.
+            SRUN
+            | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"}
+            | OPEN_MPI
+            | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+            | TORCHRUN,
+            Environment(2, 0, 4, 2, 1, 2, "localhost", 33611, "torchrun", "20042", 0, "run7"),
+            id="torchrun in mpirun in srun",
+        ),
+        pytest.param(
+            OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"},
+            Environment(0, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", NAMESPACE, 0, NAMESPACE),
+            id="Open MPI, which may number the ranks of a node as it likes",
+        ),
+        pytest.param(
             OPEN_MPI | TORCHRUN | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
-            Environment(2, 0, 4, 2, 1, 2, "localhost", 33611, "torchrun", "run7"),
+            Environment(2, 0, 4, 2, 1, 2, "localhost", 33611, "torchrun", "run7", 0, "run7"),
             id="torchrun in mpirun",
         ),
         pytest.param(
             SRUN
             | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
-            Environment(3, 1, 4, 2, 1, 2, "10.0.0.1", 1234, "srun", "20042"),
+            Environment(3, 1, 4, 2, 1, 2, "10.0.0.1", 1234, "srun", "20042", 0, "20042.0"),
             id="a wrapper in srun that exports torch's words",
         ),
         pytest.param(
@@ -158,7 +193,7 @@ PMI2 = {"PMI_FD": "13", "PMI_JOBID": "20042.1", "PMI_RANK": "3", "PMI_SIZE": "4"
         ),
         pytest.param(
             OPEN_MPI | {"MASTER_PORT": "1234", "MASTER_ADDR": "10.0.0.1"},
-            Environment(2, 2, 4, 4, 0, 1, "10.0.0.1", 1234, "openmpi", "prterun-vm-7688@1"),
+            Environment(2, 2, 4, 4, 0, 1, "10.0.0.1", 1234, "openmpi", NAMESPACE, 0, NAMESPACE),
             id="mpirun -x MASTER_ADDR -x MASTER_PORT",
         ),
     ],
@@ -196,10 +231,50 @@ def test_restarts_of_slurm_and_of_torchrun_count() -> None:
             ("RANK=0", "SLURM_PROCID=1", "GROUP_WORLD_SIZE=1"),
             id="each torchrun of srun's alone",
         ),
+        pytest.param(
+            SRUN
+            | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+            | TORCHRUN
+            | {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"},
+            ("how many torchruns srun has started: GROUP_WORLD_SIZE=1, but SLURM_NTASKS=2", "--nnodes=$SLURM_NTASKS"),
+            id="torchrun --standalone in each of two tasks",
+        ),
+        pytest.param(
+            ONE_A_NODE | TORCHRUN | {"GROUP_WORLD_SIZE": "4"},
+            ("GROUP_WORLD_SIZE=4, but SLURM_NTASKS=2",),
+            id="more torchruns than tasks",
+        ),
+        pytest.param(
+            ONE_A_NODE | DEEPSPEED,
+            ("how many deepspeeds srun has started: CROSS_SIZE=1, but SLURM_NTASKS=2",),
+            id="deepspeed in each of two tasks",
+        ),
         pytest.param(OPEN_MPI | HYDRA, ("OMPI_COMM_WORLD_RANK=2", "PMI_RANK=1", "PMI_SIZE=2"), id="two mpiruns"),
         pytest.param(SRUN | PMI2 | {"PMI_RANK": "1"}, ("PMI_RANK=1", "SLURM_PROCID=3"), id="srun and its PMI"),
         pytest.param(OPEN_MPI | {"LOCAL_RANK": "1"}, ("LOCAL_RANK=1", "OMPI_COMM_WORLD_LOCAL_RANK=2"), id="local rank"),
         pytest.param(ALONE | {"LOCAL_RANK": "1"}, ("LOCAL_RANK=1", "no launcher"), id="a local rank of nobody"),
+        pytest.param(ALONE | {"GROUP_RANK": "1"}, ("GROUP_RANK=1", "no launcher"), id="a node of nobody"),
+        pytest.param(
+            {"MASTER_ADDR": "n1", "MASTER_PORT": "1234"},
+            ("half set: there is MASTER_ADDR=n1, MASTER_PORT=1234, but no RANK and WORLD_SIZE",),
+            id="a place to meet, and no rank",
+        ),
+        pytest.param({"MASTER_PORT": "1234"}, ("MASTER_PORT=1234, but no RANK",), id="half a place to meet"),
+        pytest.param(
+            {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"},
+            ("SLURM_PROCID=1", "but no SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_ID"),
+            id="a task of no step",
+        ),
+        pytest.param(
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
+            ("SLURM_PROCID=0", "but no SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_ID"),
+            id="the first task of no step and no job",
+        ),
+        pytest.param({"SLURM_STEP_ID": "0"}, ("there is SLURM_STEP_ID=0, but no SLURM_PROCID",), id="a step alone"),
+        pytest.param(SRUN | {"SLURM_STEP_ID": ""}, ("SLURM_STEP_ID='' is not a number",), id="an empty step"),
+        pytest.param(
+            {"TORCHELASTIC_RUN_ID": "run7"}, ("TORCHELASTIC_RUN_ID=run7, but no RANK",), id="a torchrun without ranks"
+        ),
         pytest.param({"RANK": "0"}, ("RANK=0", "no WORLD_SIZE and LOCAL_RANK and LOCAL_WORLD_SIZE"), id="a rank alone"),
         pytest.param({"WORLD_SIZE": "4"}, ("WORLD_SIZE=4", "half set", "no RANK"), id="a world alone"),
         pytest.param(PMI2, ("PMI_RANK=3", "no MPI_LOCALRANKID and MPI_LOCALNRANKS"), id="half of PMI"),
@@ -222,6 +297,27 @@ def test_restarts_of_slurm_and_of_torchrun_count() -> None:
         pytest.param(
             DEEPSPEED | {"LOCAL_SIZE": "3"}, ("LOCAL_SIZE=3 must be at most WORLD_SIZE=2",), id="more here than in all"
         ),
+        pytest.param(
+            TORCHRUN | {"GROUP_RANK": "8", "GROUP_WORLD_SIZE": "9"},
+            ("WORLD_SIZE=4 and LOCAL_WORLD_SIZE=2 leave 2 ranks for other nodes, but GROUP_WORLD_SIZE=9 says",),
+            id="more nodes than ranks",
+        ),
+        pytest.param(
+            TORCHRUN | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"},
+            ("leave 2 ranks for other nodes, but GROUP_WORLD_SIZE=1 says that there are 0 of these",),
+            id="one node, and ranks elsewhere",
+        ),
+        pytest.param(
+            TORCHRUN | {"RANK": "0", "LOCAL_RANK": "1"},
+            ("RANK=0 cannot be LOCAL_RANK=1 on its node",),
+            id="the first of all, not the first on its node",
+        ),
+        pytest.param(
+            TORCHRUN | {"RANK": "3"}, ("RANK=3 cannot be LOCAL_RANK=0", "LOCAL_WORLD_SIZE=2"), id="the last of all"
+        ),
+        pytest.param(
+            TORCHRUN | {"RANK": "1" * 5000}, ("RANK='1111", "is not a number"), id="more digits than int takes"
+        ),
         pytest.param(TORCHRUN | {"RANK": "-1"}, ("RANK='-1' is not a number",), id="a negative rank"),
         pytest.param(TORCHRUN | {"WORLD_SIZE": "four"}, ("WORLD_SIZE='four' is not a number",), id="a word"),
         pytest.param(TORCHRUN | {"MASTER_PORT": "70000"}, ("MASTER_PORT=70000 is no TCP port",), id="a port"),
@@ -239,6 +335,7 @@ def test_contradictions_and_half_an_environment_are_errors_that_show_it(
         read_environment(environ)
     for part in parts:
         assert part in str(error.value)
+    assert len(str(error.value)) < 1000
     assert "\n" not in str(error.value)
 
 
@@ -281,13 +378,32 @@ def test_ranks_of_any_job_are_told_apart_and_meet_in_one_place(counts: list[int]
     assert {(e.world_size, e.num_nodes, e.job_id) for e in read} == {(len(places), len(counts), str(job))}
     (meeting,) = {(e.head_address, e.port) for e in read}
     assert meeting[0] in ("n1", "localhost")
-    assert meeting[1] == (1234 if launcher == "torchrun" else port_of_job(str(job)))
-    assert 10000 <= port_of_job(str(job)) < 30000
+    assert meeting[1] == (1234 if launcher == "torchrun" else port_of_job(str(job), launcher == "srun"))
+    assert 10000 <= port_of_job(str(job), 1) < 30000
+
+
+@given(st.integers(0, 10**7))
+def test_steps_of_a_job_and_its_neighbours_have_ports_of_their_own(job: int) -> None:
+    ports = {port_of_job(str(job + later), step) for later in range(50) for step in range(50)}
+    assert len(ports) == 50 * 50
+    # As the batch scripts calculate it.
+    assert port_of_job(str(job)) == 10000 + job % 20000
+
+
+@pytest.mark.parametrize("job", ["", "run7", "\u0663", "9" * 5000, "\udc80"])
+def test_any_id_has_a_port(job: str) -> None:
+    assert 10000 <= port_of_job(job) < 30000
 
 
 def _short(counts: list[int]) -> str:
     runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
     return ",".join(str(count) if times == 1 else f"{count}(x{times})" for count, times in runs)
+
+
+@pytest.mark.parametrize("numbers", ["0-999999999", "1" * 5000])
+def test_a_list_of_more_nodes_than_there_are_is_refused(numbers: str) -> None:
+    with pytest.raises(ConfigError, match="list of nodes"):
+        expand_nodelist(f"n[{numbers}]")
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
@@ -311,7 +427,9 @@ def test_a_list_of_nodes_is_expanded_as_scontrol_does(nodelist: str, names: list
     assert expand_nodelist(nodelist) == names
 
 
-@pytest.mark.parametrize("nodelist", ["", "n[", "n[]", "n[3-1]", "n[a-b]", "n[1-2]]", "a,,b", ",a", "a,", "n[1-2-3]"])
+@pytest.mark.parametrize(
+    "nodelist", ["", "n[", "n[]", "n[3-1]", "n[a-b]", "n[1-2]]", "a,,b", ",a", "a,", "n[1-2-3]", "n[\u0663]"]
+)
 def test_what_is_no_list_of_nodes_is_refused(nodelist: str) -> None:
     with pytest.raises(ConfigError, match="list of nodes"):
         expand_nodelist(nodelist)
