@@ -5,9 +5,9 @@
     mpirun -n 2 python launch/pretrain.py configs/fsdp2_fp16.toml
     srun -n 2 python launch/pretrain.py configs/fsdp2_fp16.toml
 
-Writes config.toml, steps.jsonl, checkpoints and summary.json to runs/<name>. SIGINT, SIGTERM, or a file at the
-path in DISTSCALE_STOP_FILE make it save and end. Exit code: 0 passed or stopped, 1 failed, 2 wrong call. Started again
-by torchrun (--max-restarts) or by SLURM, it goes on from the newest checkpoint by itself.
+Writes config.toml, steps.jsonl, checkpoints and summary.json to runs/<name>. SIGINT, SIGTERM, SIGUSR2, or a file at
+the path in DISTSCALE_STOP_FILE make it save and end, on any one rank. Exit code: 0 passed or stopped, 1 failed, 2 wrong
+call. Started again by torchrun (--max-restarts) or by SLURM, it goes on from the newest checkpoint by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from stop import STOP_FILE_VARIABLE, StopRequest
+
 USAGE_ERROR = 2
+STOP = StopRequest(os.environ.get(STOP_FILE_VARIABLE, ""))
+# Before torch is imported, which takes seconds. A check has nothing to save.
+if __name__ == "__main__" and "--check" not in sys.argv:
+    STOP.install()
 
 try:
     # Needed later, but missed now, before torchrun starts.
@@ -116,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     from session import Session
 
     cluster = Cluster.from_environment(environment)
-    session = Session(options, config, engine, text, resumed, cluster, faults)
+    session = Session(options, config, engine, text, resumed, cluster, STOP, faults)
     try:
         code = session.run()
         cluster.disconnect()
@@ -126,6 +132,8 @@ def main(arguments: Sequence[str]) -> int:
         if not (is_known or is_lost):
             raise
         what = "" if is_known else "a peer died or did not answer in time. The backend said: "
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            what = f"in {config.folder}: "
         sentence = f"error: rank {cluster.rank} at step {session.step}: {what}{error}"
         # In one piece, or it is mixed up with that of another rank.
         sys.stderr.write(f"{sentence}\n")

@@ -62,7 +62,13 @@ def can_resume(folder: Path) -> bool:
     return not all(damage(path) for path in checkpoints_of(folder).values())
 
 
-def resume_point(config: Config, text: Text, has_more: bool, engine: Mapping[str, Any] | None = None) -> ResumePoint:
+def resume_point(
+    config: Config,
+    text: Text,
+    has_more: bool,
+    engine: Mapping[str, Any] | None = None,
+    spoilt: Mapping[Path, str] | None = None,
+) -> ResumePoint:
     """Finds where to go on.
 
     Args:
@@ -70,6 +76,7 @@ def resume_point(config: Config, text: Text, has_more: bool, engine: Mapping[str
         text: of this call.
         has_more: whether there is something to do even if no step is left: a comparison, or a verdict anew.
         engine: the DeepSpeed config of this call, if any.
+        spoilt: what is wrong with checkpoints whose files have the right sizes.
 
     Raises:
         ConfigError: if there is nothing to resume, or if the run would become another one.
@@ -80,7 +87,7 @@ def resume_point(config: Config, text: Text, has_more: bool, engine: Mapping[str
         raise ConfigError(f"--resume: there is no checkpoint in {folder}; leave --resume out to start afresh")
     notes = []
     for number, path in reversed(found.items()):
-        if not (what := damage(path)):
+        if not (what := (spoilt or {}).get(path) or damage(path)):
             step = number
             break
         notes.append(f"the checkpoint {path} is damaged ({what})")
@@ -149,6 +156,10 @@ def _check_text(folder: Path, text: Text) -> None:
         before = kept.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--resume: {kept}, which tells texts apart, cannot be read: {error.strerror}") from None
+    if not before:
+        raise ConfigError(
+            f"--resume: {kept}, which tells texts apart, is empty; bring it back, or leave --resume out to start afresh"
+        )
     if before != describe(text):
         raise ConfigError(
             f"--resume: the text of {text.source} is not the one that the run was trained on; "

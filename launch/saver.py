@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from checkpoints import clear_partial, on_rank_0, partial_path, publish
+from checkpoints import Contents, clear_partial, on_rank_0, partial_path, publish, read_back, why_not_written
 from distscale.config import Config
 from distscale.injector import Injector
 
@@ -34,6 +34,7 @@ class Saver:
         self._injector = injector
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[None] | None = None
+        self._aside = partial_path(config.folder, 0)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Writes a checkpoint, or starts to, once the one before is complete. Collective: yes. Syncs host: yes.
@@ -43,21 +44,26 @@ class Saver:
         """
         self.finish()
         on_rank_0(lambda: clear_partial(self._folder))
-        aside = partial_path(self._folder, step)
+        aside = self._aside = partial_path(self._folder, step)
         writer = self._injector.writer(aside, step) if self._injector else dcp.FileSystemWriter(aside)
         if not self._is_async:
             try:
                 dcp.save(state, storage_writer=writer)
-            except CheckpointException as error:
-                raise OSError(_sentence(error)) from None
-            on_rank_0(lambda: self._publish(step))
+                contents = read_back(aside)
+                on_rank_0(lambda: self._publish(step, contents))
+            except (CheckpointException, OSError) as error:
+                raise self._given_up(_why(error)) from None
             return
         # The thread communicates while the main thread does: in one group their messages would be mixed up.
         self._group = self._group or dist.new_group(backend="gloo", timeout=self._timeout)
         written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
-        # On rank 0 it is done when all ranks have written their files.
-        is_publisher = dist.get_rank() == 0
-        self._pending = _followed_by(written, lambda: self._publish(step) if is_publisher else None)
+
+        def complete() -> None:
+            contents = read_back(aside, self._group)
+            if dist.get_rank() == 0:
+                self._publish(step, contents)
+
+        self._pending = _followed_by(written, complete)
 
     def finish(self) -> None:
         """Waits until the last checkpoint is complete. Collective: yes.
@@ -68,20 +74,24 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        what = None
+        why = None
         try:
             pending.result()
-        except CheckpointException as error:
-            what = _sentence(error)
-        except OSError as error:
-            what = f"the checkpoint could not be written: {error}"
+        except (CheckpointException, OSError) as error:
+            why = _why(error)
         of_ranks: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, what, self._group)
+        dist.all_gather_object(of_ranks, why, self._group)
         if any(of_ranks):
-            raise OSError(next(filter(None, of_ranks)))
+            raise self._given_up(next(filter(None, of_ranks)))
 
-    def _publish(self, step: int) -> None:
-        final = publish(self._folder, step, self._keep)
+    def _given_up(self, why: str) -> OSError:
+        """Returns the error for a checkpoint that no rank writes any more, and makes room. Collective: yes."""
+        error = why_not_written(self._aside, why)
+        on_rank_0(lambda: clear_partial(self._folder))
+        return error
+
+    def _publish(self, step: int, contents: Contents) -> None:
+        final = publish(self._folder, step, self._keep, contents)
         if self._injector:
             self._injector.after_checkpoint(final, step)
 
@@ -106,6 +116,7 @@ def _followed_by(first: Future[Any], action: Callable[[], object]) -> Future[Non
     return both
 
 
-def _sentence(error: CheckpointException) -> str:
-    what = "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))
-    return f"the checkpoint could not be written: {what}"
+def _why(error: CheckpointException | OSError) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -14,25 +13,24 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from checkpoints import move_aside
-from cluster import STOP_FILE_VARIABLE, Cluster, StopRequest, leave_last_words
+from cluster import Cluster, end_if_stuck, leave_last_words
 from data import Text
 from display import Display
-from distscale import ConfigError, JsonlRecord, ScaleExhaustedError
-from distscale.config import Config, Fp8Section, PrecisionSection, ScalerSection, dump_config
+from distscale import JsonlRecord, ScaleExhaustedError
+from distscale.config import Config, Fp8Section, PrecisionSection, ScalerSection
 from distscale.faults import Fault
 from distscale.injector import Injector
-from engine_config import dump_settings
+from files import sync, write_whole
 from launcher import call_of_launcher
-from resume import ENGINE_FILE, ResumePoint, can_resume, describe, resume_point
+from resume import ResumePoint
+from start import Start, find_start, prepare
 from steps import AnyTrainer
-from summary import mean_last_loss, missing_steps, read_record, show, summarize, to_json
+from stop import StopRequest
+from summary import mean_last_loss, read_record, read_verdict, show, summarize, to_json
 from trainer import Trainer
 
 __all__ = ["Session"]
 
-JOB_FILE = "job.txt"
-"""Where a run keeps the id of the job that trains it."""
 LOG_WIDTH = 120
 LAUNCHER_VARIABLE = "DISTSCALE_LAUNCHER"
 
@@ -47,6 +45,7 @@ class Session:
         text: equal on all ranks.
         resumed: where an earlier run goes on, or None for a new one.
         cluster: not yet connected.
+        stop: that may be asked for.
         faults: to inject, checked.
     """
 
@@ -58,6 +57,7 @@ class Session:
         text: Text,
         resumed: ResumePoint | None,
         cluster: Cluster,
+        stop: StopRequest,
         faults: Sequence[Fault] = (),
     ) -> None:
         self.options = options
@@ -66,15 +66,12 @@ class Session:
         self.text = text
         self.resumed = resumed
         self.cluster = cluster
+        self.stop = stop
         self.faults = faults
-        self.restart = 0
         self.step = 0
         # Away from a terminal the lines go to a log, which has no width.
         width = None if sys.stdout.isatty() else LOG_WIDTH
         self.console = Console(width=width) if cluster.rank == 0 else None
-        # Each machine may have a file of its own.
-        is_first = cluster.environment.local_rank == 0
-        self.stop = StopRequest(os.environ.get(STOP_FILE_VARIABLE, "") if is_first else "")
 
     def run(self) -> int:
         """Trains, compares, and judges. Collective: yes. Returns the exit code, the same on all ranks.
@@ -83,20 +80,22 @@ class Session:
             ConfigError: if the ranks would start at different steps, or a run that was started again cannot go on.
             DistScaleError, OSError, RuntimeError: as training does.
         """
-        self.stop.install()
         self.cluster.connect(self.config.parallel.timeout_s)
-        self._find_start()
+        start = find_start(self.config, self.text, self.engine, self.resumed, self.cluster)
+        if (had_passed := self._earlier_verdict(start)) is not None:
+            return 0 if had_passed else 1
         folder = self.config.folder
-        self._prepare(folder)
-        trainer = self._new_trainer()
-        if self.resumed:
-            trainer.load(self.resumed.path)
+        prepare(start, self.config, self.text, self.engine, self.faults, self.cluster, self._say)
+        trainer = self._new_trainer(start.restart)
+        if start.resumed:
+            trainer.load(start.resumed.path)
             self._say(f"resumed {folder} at step {trainer.step}")
         if not self._train(trainer, folder, self.config.run.name):
             done, steps = trainer.step, self.config.run.steps
             self._say(f"stopped after step {done} of {steps}; everything is saved in {folder}")
             self._say(f"to continue: {self._resume_command()}")
             return 0
+        end_if_stuck(self.config.parallel.timeout_s)
         validation_loss = trainer.evaluate()
         ranks_agree = len({repr(state) for state in self.cluster.gather(trainer.fingerprint())}) == 1
         # Nothing is compared with a DeepSpeed engine.
@@ -108,7 +107,7 @@ class Session:
         if self.console:
             rows = read_record(folder / "steps.jsonl")
             summary = summarize(self.config, self.text, rows, validation_loss, ranks_agree, comparison)
-            (folder / "summary.json").write_text(to_json(summary), encoding="utf-8")
+            write_whole(folder / "summary.json", to_json(summary))
             show(self.console, summary)
             self._say(f"results are in {folder}")
             passed = [summary["passed"]]
@@ -117,9 +116,25 @@ class Session:
         dist.broadcast_object_list(passed)
         return 0 if passed[0] else 1
 
-    def _new_trainer(self) -> AnyTrainer:
+    def _earlier_verdict(self, start: Start) -> bool | None:
+        """Says what the run came to if this job has completed it in an earlier life. Collective: yes.
+
+        (A launcher that starts failed jobs again does so after a failed verdict, too.) Returns None if it has not.
+        """
+        told: list[tuple[bool, str] | None] = [None]
+        is_done = start.restart and start.resumed and start.resumed.step == self.config.run.steps
+        if is_done and self.console and (verdict := read_verdict(self.config.folder, self.options.compare)):
+            told = [verdict]
+            self._say(f"the run {self.config.folder} was completed before this restart, and is left as it is")
+            self._say(verdict[1])
+            if not verdict[0]:
+                leave_last_words(verdict[1])
+        dist.broadcast_object_list(told)
+        return told[0][0] if told[0] else None
+
+    def _new_trainer(self, restart: int) -> AnyTrainer:
         if self.engine is None:
-            injector = Injector(self.faults, self.cluster.rank, self.restart) if self.faults else None
+            injector = Injector(self.faults, self.cluster.rank, restart) if self.faults else None
             return Trainer(self.config, self.text, self.cluster, injector)
         # DeepSpeed takes seconds to import, and may not be installed.
         from deepspeed_trainer import DeepSpeedTrainer
@@ -137,6 +152,7 @@ class Session:
         ) as display:
             while trainer.step < config.run.steps:
                 self.step = trainer.step
+                end_if_stuck(config.parallel.timeout_s)
                 if self.stop.is_made():
                     trainer.request_stop()
                 trained = trainer.train_step()
@@ -152,6 +168,9 @@ class Session:
                     validation_loss = trainer.evaluate()
                     display.say(f"{title}: step {done}  validation loss {validation_loss:.3f}")
                 if saves and (stops or config.saves_at(done)):
+                    if record:
+                        # Or after a loss of power the record might lack steps that the checkpoint has.
+                        sync(record.path)
                     trainer.save()
                 if stops and not is_last:
                     break
@@ -180,56 +199,6 @@ class Session:
                     "num_skips": sum(row["skipped"] for row in rows),
                 }
         return results
-
-    def _find_start(self) -> None:
-        """Resumes what was started again, asked or not, and checks that all ranks start alike. Collective: yes."""
-        config = self.config
-        # Each agent of torchrun counts the failures of its own workers alone.
-        self.restart = max(self.cluster.gather(self.cluster.environment.restart_count))
-        if self.restart and not self.resumed and self._is_of_this_job() and can_resume(config.folder):
-            self.resumed = resume_point(config, self.text, has_more=True, engine=self.engine)
-        # Each rank has looked by itself.
-        steps = self.cluster.gather(self.resumed.step if self.resumed else 0)
-        if len(set(steps)) > 1:
-            told = ", ".join(f"rank {rank} at {step}" for rank, step in enumerate(steps))
-            raise ConfigError(
-                f"the ranks would not start at the same step ({told}); all must see the same folder {config.folder}"
-            )
-
-    def _is_of_this_job(self) -> bool:
-        """Whether the run that is there is one of this job, not of an earlier job. Collective: no."""
-        kept = self.config.folder / JOB_FILE
-        return kept.exists() and kept.read_text(encoding="utf-8") == self.cluster.environment.job_id
-
-    def _prepare(self, folder: Path) -> None:
-        """Makes the folder of the run; an earlier run there is moved, never removed. Collective: yes."""
-        if self.console:
-            if not self.resumed and (aside := move_aside(folder)):
-                self._say(f"the earlier run {folder} is now {aside}")
-            folder.mkdir(parents=True, exist_ok=True)
-            for note in self.resumed.notes if self.resumed else ():
-                self._say(note)
-            if self.resumed:
-                record = folder / "steps.jsonl"
-                JsonlRecord(record, self.resumed.step).close()
-                if missing := missing_steps(read_record(record), self.resumed.step):
-                    self._say(f"note: {record} lacks {len(missing)} of the steps so far, the first is {missing[0]}")
-            # The verdict on fewer steps would outlive them.
-            (folder / "summary.json").unlink(missing_ok=True)
-            (folder / JOB_FILE).write_text(self.cluster.environment.job_id, encoding="utf-8")
-            (folder / "text.json").write_text(describe(self.text), encoding="utf-8")
-            settings = dump_config(self.config) if self.engine is None else dump_settings(self.config)
-            (folder / "config.toml").write_text(settings, encoding="utf-8")
-            if self.engine is not None:
-                (folder / ENGINE_FILE).write_text(json.dumps(self.engine, indent=2) + "\n", encoding="utf-8")
-            if self.cluster.device.type == "cpu":
-                self._say(f"{self.cluster.world_size} ranks on the CPU, gloo")
-            else:
-                self._say(f"{self.cluster.world_size} ranks on GPUs, NCCL")
-            if self.faults:
-                self._say(f"faults to come: {'; '.join(map(str, self.faults))}")
-            self._say(f"text: {self.text.source}, {len(self.text.train) + len(self.text.validation):,} tokens")
-        dist.barrier()
 
     def _say(self, sentence: str) -> None:
         if self.console:

@@ -16,7 +16,7 @@ from display import power_of_two
 from distscale.config import Config
 from distscale.profile import FORMATS, LossCounts
 
-__all__ = ["mean_last_loss", "missing_steps", "read_record", "show", "summarize", "to_json"]
+__all__ = ["mean_last_loss", "missing_steps", "read_record", "read_verdict", "show", "summarize", "to_json"]
 
 # A single batch is noisy; the training loss of a run is the mean of its last batches.
 NUM_LAST_LOSSES = 20
@@ -26,6 +26,22 @@ NUM_SHOWN_SKIPS = 20
 def read_record(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a ``steps.jsonl``, oldest first."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_verdict(folder: Path, compared: bool) -> tuple[bool, str] | None:
+    """Returns whether a complete run has passed, and its verdict; None without its ``summary.json``.
+
+    Args:
+        folder: of the run.
+        compared: whether a summary without a comparison does not count.
+    """
+    path = folder / "summary.json"
+    if not path.exists():
+        return None
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    if compared and summary["comparison"] is None:
+        return None
+    return summary["passed"], summary["verdict"]
 
 
 def summarize(

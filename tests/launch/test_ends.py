@@ -1,0 +1,71 @@
+"""How a run of one rank ends that hangs, that has failed its verdict, and that is to stop before it has begun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from forked_ranks import output_of
+from sessions import run_in_session, tiny_config
+
+from checkpoints import checkpoints_of
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+FORKED_RANKS = Path(__file__).with_name("forked_ranks.py")
+DEADLINE_S = 100.0
+# Asked three times while it imports torch, which takes seconds.
+STOPPED_EARLY = f"""
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+
+sys.meta_path.insert(0, Finder)
+sys.argv[0] = {str(LAUNCH / "pretrain.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def prepare(folder: Path) -> None:
+    (folder / "text.txt").write_bytes(b"the lazy dog sleeps on. " * 400)
+    (folder / "tiny.toml").write_text(tiny_config(8, "checkpoint_every = 3\nlog_every = 1\n"))
+
+
+def test_a_rank_that_hangs_ends_itself_and_a_failed_verdict_is_not_trained_for_again(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    # Too slow to learn anything. Nobody but the rank itself ends the first life.
+    settings = ["--set", "train.lr=1e-30", "--set", "parallel.timeout_s=2"]
+    command = [sys.executable, str(FORKED_RANKS), "[[0], [0], [0]]", "1", "tiny.toml", *settings]
+    ended = run_in_session(command, tmp_path, {"DISTSCALE_FAULTS": "hang step=4 rank=0"}, DEADLINE_S, subprocess.STDOUT)
+    assert ended.returncode == 1, ended.stdout
+    hung, failed, again = (output_of(tmp_path, life, 0) for life in range(3))
+    assert "Timeout (0:00:10)!\n" in hung, hung
+    assert "in before_exchange" in hung
+    assert "resumed runs/tiny at step 3\n" in failed, failed
+    verdict = re.search(r"^FAIL: validation loss .* is not below .*$", failed, re.M)
+    assert verdict is not None, failed
+    assert again == f"the run runs/tiny was completed before this restart, and is left as it is\n{verdict[0]}\n"
+    summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
+    assert (summary["verdict"], summary["missing_steps"]) == (verdict[0], [])
+
+
+def test_signals_that_come_before_a_run_has_begun_let_it_save_and_end_well(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-c", STOPPED_EARLY, "tiny.toml"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(LAUNCH)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "stopped after step 1 of 8; everything is saved in runs/tiny\n" in ended.stdout
+    assert list(checkpoints_of(tmp_path / "runs" / "tiny")) == [1]
