@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # What torchrun.sh and mpirun.sh have in common; they source this. A mistake in the call is told once, before anything
-# is started. Ctrl-C or SIGTERM lets the run save and end with exit code 0; a second one ends it at once.
+# is started. Ctrl-C or SIGTERM lets the run save and end with exit code 0; a second one ends it at once. SIGUSR2 does
+# the former alone.
 set -uo pipefail
 
 launch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -43,7 +44,7 @@ fail() { # SENTENCE
 
 # Finds mistakes in the call, and sets `ranks` to how many this machine is to have.
 check() { # ARGUMENTS...
-    trap give_up INT TERM HUP
+    trap give_up INT TERM HUP USR2
     # With job control the check gets a process group of its own, out of reach of the terminal's Ctrl-C.
     set -m
     python "$launch/pretrain.py" --check "$@" >"$folder/ranks" &
@@ -77,6 +78,8 @@ agent=
 run() { # COMMAND...
     : >"$DISTSCALE_LAST_WORDS"
     trap stop INT TERM HUP
+    # A warning that the time will be up, which nobody gives to end a run at once.
+    trap ask USR2
     local watch code
     # With job control it gets a process group of its own, out of reach of the terminal's Ctrl-C.
     set -m
@@ -95,10 +98,15 @@ run() { # COMMAND...
     ((code)) && cat "$DISTSCALE_LAST_WORDS" >&2
     exit "$code"
 }
+ask() {
+    touch "$DISTSCALE_STOP_FILE"
+    echo "stopping: the run saves after this step${1:-}" >&2
+}
+is_told=
 stop() {
-    if [[ ! -e $DISTSCALE_STOP_FILE ]]; then
-        touch "$DISTSCALE_STOP_FILE"
-        echo "stopping: the run saves after this step (once more to end it at once)" >&2
+    if [[ -z $is_told ]]; then
+        is_told=1
+        ask " (once more to end it at once)"
         return
     fi
     echo "ending at once" >&2
