@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain compare bench test soak soak-torch lint format hooks clean
+.PHONY: help setup pretrain compare compare-seeds bench test soak soak-torch lint format hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,11 @@ pretrain: $(READY) ## pretrain the small GPT and print a verdict
 
 compare: $(READY) ## the same, and again in FP32 and without scales
 	exec launch/torchrun.sh $(CONFIG) --compare $(ARGS)
+
+compare-seeds: $(READY) ## the comparison with three seeds, and their table (NPROC=4: on four ranks)
+	for seed in 0 1 2; do \
+	  launch/torchrun.sh $(CONFIG) --compare --set run.out=runs/seeds --set run.name=$$seed --set run.seed=$$seed $(ARGS) || exit; done
+	$(BIN)/python launch/seeds.py runs/seeds/0 runs/seeds/1 runs/seeds/2
 
 bench: $(READY) ## measure the sweep beside torch's operators
 	$(BIN)/distscale bench $(ARGS)
