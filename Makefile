@@ -10,11 +10,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain compare compare-seeds bench test soak soak-torch lint format hooks clean
+.PHONY: help setup pretrain compare bench test soak soak-torch lint format hooks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo '  variables: PYTHON=python3.12  CONFIG=configs/....toml  ARGS="--resume" (pretrain, compare) or "-k name" (test)'
+	@echo '  variables: PYTHON=python3.12  CONFIG=configs/....toml  ARGS="--resume" (pretrain, compare; NPROC=4 for four ranks) or "-k name" (test)'
 
 setup: $(READY) ## make the virtual environment in .venv
 
@@ -33,13 +33,14 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt $(foreach part,sweep fp8
 pretrain: $(READY) ## pretrain the small GPT and print a verdict
 	exec launch/torchrun.sh $(CONFIG) $(ARGS)
 
-compare: $(READY) ## the same, and again in FP32 and without scales
+compare: $(READY) ## the same, and again in FP32 and without scales; SEEDS="0 1 2": with each, as a table
+ifdef SEEDS
+	for seed in $(SEEDS); do \
+	  launch/torchrun.sh $(CONFIG) --compare --set run.out=runs/seeds --set run.name=seed_$$seed --set run.seed=$$seed $(ARGS) || exit; done
+	$(BIN)/python launch/seeds.py $(SEEDS:%=runs/seeds/seed_%)
+else
 	exec launch/torchrun.sh $(CONFIG) --compare $(ARGS)
-
-compare-seeds: $(READY) ## the comparison with three seeds, and their table (NPROC=4: on four ranks)
-	for seed in 0 1 2; do \
-	  launch/torchrun.sh $(CONFIG) --compare --set run.out=runs/seeds --set run.name=$$seed --set run.seed=$$seed $(ARGS) || exit; done
-	$(BIN)/python launch/seeds.py runs/seeds/0 runs/seeds/1 runs/seeds/2
+endif
 
 bench: $(READY) ## measure the sweep beside torch's operators
 	$(BIN)/distscale bench $(ARGS)
