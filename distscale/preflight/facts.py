@@ -6,7 +6,7 @@ import hashlib
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from distscale.machine import device_name, versions
 from distscale.sweep.choice import Backend
 from distscale.sweep.parts import Part, Request
 
-__all__ = ["Facts", "facts_of", "package_digests"]
+__all__ = ["Facts", "combined", "digests", "facts_of", "package_digests"]
 
-_CODE = frozenset({".py", ".cu", ".h", ".cpp"})
+_CODE = frozenset({".py", ".cu", ".cuh", ".h", ".cpp", ".so"})
 _NUMEL, _ROUNDS = 1 << 22, 5
 
 
@@ -38,7 +38,7 @@ class Facts:
     versions: dict[str, str | None]
     """Of distscale, torch and so on."""
     code: str
-    """Digest of the files of the package."""
+    """Digest of the files of the package, its native library included."""
     files: dict[str, str | None]
     """Digests of the files that were named; None if it cannot be read."""
     sweep: str
@@ -69,19 +69,36 @@ def facts_of(environment: Environment, device: torch.device, files: Sequence[str
         device=device.type,
         hardware=device_name(device),
         versions=versions(),
-        code=_digest("".join(f"{name} {digest}\n" for name, digest in package_digests().items()).encode()),
-        files={file: _digest_of_file(Path(file)) for file in files},
+        code=combined(package_digests()),
+        files=digests(files),
         sweep=sweep,
         sweep_gb_per_s=speed,
         sweep_faults=tuple(found),
     )
 
 
-def package_digests() -> dict[str, str]:
-    """Digests of the sources of distscale as they lie on this machine, by name. Collective: no."""
-    package = Path(distscale.__file__).parent
-    sources = sorted(path for path in package.rglob("*") if path.suffix in _CODE)
-    return {f"distscale/{path.relative_to(package)}": _digest(path.read_bytes()) for path in sources}
+def package_digests() -> dict[str, str | None]:
+    """Digests of the sources and the native library of distscale as they lie on this machine. Collective: no.
+
+    By name, in order. None for a file that cannot be read.
+    """
+    found = {}
+    # An editable installation has two folders: that of what was built, which counts first, and that of the sources.
+    for folder in reversed(distscale.__path__):
+        for path in Path(folder).rglob("*"):
+            if path.suffix in _CODE:
+                found[f"distscale/{path.relative_to(folder)}"] = _digest_of_file(path)
+    return dict(sorted(found.items()))
+
+
+def digests(files: Sequence[str]) -> dict[str, str | None]:
+    """Digests of files, by name; None for one that cannot be read."""
+    return {file: _digest_of_file(Path(file)) for file in files}
+
+
+def combined(of_files: Mapping[str, str | None]) -> str:
+    """One digest of several."""
+    return _digest("".join(f"{name} {digest}\n" for name, digest in of_files.items()).encode())
 
 
 def _digest_of_file(file: Path) -> str | None:

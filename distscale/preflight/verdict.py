@@ -13,7 +13,7 @@ from distscale.preflight.facts import Facts
 __all__ = ["differences", "files_that_differ", "judge", "notes"]
 
 MAX_CLOCK_SKEW_S = 1.0
-"""Beyond it, the logs of the ranks cannot be laid side by side."""
+"""Between any two ranks. Beyond it, their logs cannot be laid side by side."""
 _SLOW = 0.5
 
 
@@ -34,13 +34,15 @@ def differences(facts: Sequence[Facts]) -> list[str]:
     return found
 
 
-def files_that_differ(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+def files_that_differ(of_ranks: Sequence[Mapping[str, str | None]]) -> list[str]:
     """Sentences on the files of the package that are not the same on all ranks."""
     names = sorted(set().union(*of_ranks))
     return [
         sentence
         for name in names
-        for sentence in _odd_ranks(f"{name}, with digest", [digests.get(name, "missing") for digests in of_ranks])
+        for sentence in _odd_ranks(
+            f"{name}, with digest", [digests.get(name, "missing") or "unreadable" for digests in of_ranks]
+        )
     ]
 
 
@@ -58,11 +60,29 @@ def judge(facts: Sequence[Facts], exchanges: Sequence[Exchange], clocks: Sequenc
         for fault in exchange.faults:
             by_fault.setdefault(fault, []).append(rank)
     found += [f"the exchange is wrong, on {_ranks(ranks)}: {fault}" for fault, ranks in by_fault.items()]
-    middle = statistics.median(clocks)
-    for rank, clock in enumerate(clocks):
-        if abs(clock - middle) > MAX_CLOCK_SKEW_S:
-            found.append(f"the clock of rank {rank} on {facts[rank].host} is off by {clock - middle:+.1f} s")
-    return found
+    return found + _clocks_apart([fact.host for fact in facts], clocks)
+
+
+def _clocks_apart(hosts: Sequence[str], clocks: Sequence[float]) -> list[str]:
+    """Sentences on hosts that most others contradict, or on the two ranks furthest apart if there is no majority.
+
+    Each host has one vote, whatever the number of its ranks, since these share a clock.
+    """
+    behind, ahead = clocks.index(min(clocks)), clocks.index(max(clocks))
+    if clocks[ahead] - clocks[behind] <= MAX_CLOCK_SKEW_S:
+        return []
+    ranks_of: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(rank)
+    clock_of = {host: statistics.median(clocks[rank] for rank in ranks) for host, ranks in ranks_of.items()}
+    middle = statistics.median(clock_of.values())
+    off = {host: clock - middle for host, clock in clock_of.items() if abs(clock - middle) > MAX_CLOCK_SKEW_S}
+    if off and 2 * len(off) < len(clock_of):
+        return [f"the clock of {host} ({_ranks(ranks_of[host])}) is off by {by:+.1f} s" for host, by in off.items()]
+    return [
+        f"the clocks of {hosts[behind]} (rank {behind}) and {hosts[ahead]} (rank {ahead}) differ by "
+        f"{clocks[ahead] - clocks[behind]:.1f} s"
+    ]
 
 
 def notes(facts: Sequence[Facts]) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,21 @@ from sessions import run_in_session
 
 import distscale
 from distscale.preflight.exchange import Exchange
-from distscale.preflight.facts import Facts
+from distscale.preflight.facts import Facts, package_digests
 from distscale.preflight.verdict import differences, files_that_differ, judge, notes
 from distscale.sweep import cpu
 
 DEADLINE_S = 90.0
-# What each rank is started with: one may have an older distscale, other files, or a sweep that sees no inf.
+# What each rank is started with: one may have an older distscale, other files, a clock that is ahead, or a sweep that
+# sees no inf. Each takes itself for a host of its own.
 START = """
-import os, sys
+import os, socket, sys, time
 
 rank = os.environ["RANK"]
+socket.gethostname = lambda: "n" + rank
+if rank == os.environ.get("AHEAD"):
+    right = time.time
+    time.time = lambda: right() + 2.0
 if rank == os.environ.get("OTHER_CODE"):
     # An editable installation is found by a finder that comes before any path.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
@@ -75,7 +82,7 @@ def test_ranks_that_fit_together_pass(tmp_path: Path) -> None:
     assert (code, found["problems"], found["passed"]) == (0, [], True), out
     assert (found["launcher"], found["world_size"]) == ("torchrun", 4)
     ranks = found["ranks"]
-    assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
+    assert [(rank["rank"], rank["host"]) for rank in ranks] == [(0, "n0"), (1, "n1"), (2, "n2"), (3, "n3")]
     assert len({(rank["code"], rank["files"]["run.toml"], rank["versions"]["torch"]) for rank in ranks}) == 1
     for rank in ranks:
         assert rank["sweep_faults"] == rank["exchange"]["faults"] == []
@@ -87,7 +94,7 @@ def test_ranks_that_fit_together_pass(tmp_path: Path) -> None:
 def test_the_odd_ranks_out_are_named(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "run.toml").write_text("[run]\nseed = 1\n")
-    code, out, codes = check(tmp_path, OTHER_FILES="1", BAD_SWEEP="3")
+    code, out, codes = check(tmp_path, OTHER_FILES="1", AHEAD="2", BAD_SWEEP="3")
     assert code == 1
     assert set(codes) <= {1, -signal.SIGTERM}, codes
     assert 1 in codes
@@ -95,6 +102,9 @@ def test_the_odd_ranks_out_are_named(tmp_path: Path) -> None:
     assert "rank 1: run.toml, with digest" in lines, out
     assert "the sweep of rank 3 is wrong: float32: an inf was not found" in lines
     assert "the exchange is wrong, on ranks 0, 1, 2, 3: the inf planted on rank 3 was not found" in lines
+    # To within what this machine makes the ranks wait for each other.
+    assert "the clock of n2 (rank 2) is off by +" in lines
+    assert lines.count("the clock of ") == 1
     assert "passed" not in lines
 
 
@@ -104,15 +114,30 @@ def test_a_rank_with_other_code_is_named_with_its_file(tmp_path: Path) -> None:
     shutil.copytree(Path(distscale.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     if library is not None:
         shutil.copy(library, copy / "sweep")
+        with (copy / "sweep" / library.name).open("ab") as file:
+            file.write(b"of another compiler")
     with (copy / "policy.py").open("a") as file:
         file.write("# of another version\n")
     code, out, _ = check(tmp_path, "--json", OTHER_CODE="2")
     found = json.loads(out)
     assert (code, found["passed"]) == (1, False)
     assert found["ranks"][0]["exchange"] is None  # not tried
-    first, second = found["problems"]
-    assert first.startswith("rank 2: distscale's files, with digest ")
-    assert second.startswith("rank 2: distscale/policy.py, with digest ")
+    odd = ["distscale's files", "distscale/policy.py", *(["distscale/sweep/libdistscale.so"] if library else [])]
+    assert [problem.partition(", with digest ")[0] for problem in found["problems"]] == [
+        f"rank 2: {what}" for what in odd
+    ]
+
+
+def test_the_digest_is_of_all_code_and_the_library_that_is_loaded() -> None:
+    package = Path(distscale.__file__).parent
+    files = {f"distscale/{path.relative_to(package)}" for path in package.rglob("*") if path.is_file()}
+    code = {file for file in files if "__pycache__" not in file and not file.endswith("py.typed")}
+    library = cpu._find()
+    digests = package_digests()
+    assert set(digests) == code | ({"distscale/sweep/libdistscale.so"} if library else set())
+    assert list(digests) == sorted(digests)
+    if library is not None:
+        assert digests["distscale/sweep/libdistscale.so"] == hashlib.sha256(library.read_bytes()).hexdigest()[:16]
 
 
 def facts(rank: int, **others: Any) -> Facts:
@@ -147,10 +172,39 @@ def test_what_differs_is_said_of_the_fewest_ranks() -> None:
     ]
 
 
-@pytest.mark.parametrize("ahead", [-90.0, 90.0])
-def test_a_clock_that_is_off_is_named_also_on_rank_0(ahead: float) -> None:
+def clocks_judged(hosts: str, clocks: Sequence[float]) -> list[str]:
+    """What is said of the clocks of ranks on hosts with a letter each."""
+    return judge([facts(rank, host=host) for rank, host in enumerate(hosts)], [], clocks)
+
+
+def test_the_whole_spread_of_the_clocks_counts() -> None:
     alike = [facts(rank) for rank in range(4)]
-    exchanges = [Exchange(3, 1.0, ())] * 4
-    assert judge(alike, exchanges, [0.0, 0.4, -0.4, 0.001]) == []
-    assert judge(alike, exchanges, [0.0, 0.0, ahead, 0.0]) == [f"the clock of rank 2 on n1 is off by {ahead:+.1f} s"]
-    assert judge(alike, [], [0.0, ahead, ahead, ahead]) == [f"the clock of rank 0 on n0 is off by {-ahead:+.1f} s"]
+    assert judge(alike, [Exchange(3, 1.0, ())] * 4, [0.0, 0.4, -0.4, 0.001]) == []
+    assert clocks_judged("aabb", [0.0, 0.0, 1.0, 1.0]) == []
+    assert clocks_judged("aabb", [0.0, 0.001, 1.5, 1.499]) == [
+        "the clocks of a (rank 0) and b (rank 2) differ by 1.5 s"
+    ]
+    assert clocks_judged("abc", [0.0, -0.6, 0.6]) == ["the clocks of b (rank 1) and c (rank 2) differ by 1.2 s"]
+    # Of which one is a container, or has a name that others have, too.
+    assert clocks_judged("aa", [0.0, -1.5]) == ["the clocks of a (rank 1) and a (rank 0) differ by 1.5 s"]
+
+
+@pytest.mark.parametrize("off", [-1.5, -90.0, 1.5, 90.0])
+def test_a_clock_that_most_hosts_contradict_is_named_also_on_rank_0(off: float) -> None:
+    assert clocks_judged("abc", [0.0, 0.0, off]) == [f"the clock of c (rank 2) is off by {off:+.1f} s"]
+    assert clocks_judged("abc", [0.0, off, off]) == [f"the clock of a (rank 0) is off by {-off:+.1f} s"]
+    # A host has one vote, however many its ranks are.
+    assert clocks_judged("aaaabc", [0.0] * 4 + [off] * 2) == [
+        f"the clock of a (ranks 0, 1, 2, 3) is off by {-off:+.1f} s"
+    ]
+    two = clocks_judged("abcde", [0.0, off, 0.0, 0.0, off])
+    assert two == [f"the clock of {host} is off by {off:+.1f} s" for host in ("b (rank 1)", "e (rank 4)")]
+
+
+@pytest.mark.parametrize("apart", [1.5, 5.0])
+def test_no_host_is_blamed_without_a_majority(apart: float) -> None:
+    for hosts, clocks in (("ab", [0.0, apart]), ("aaab", [0.0, 0.0, 0.0, apart]), ("abcd", [0.0, 0.0, apart, apart])):
+        first, last = 0, clocks.index(apart)
+        assert clocks_judged(hosts, clocks) == [
+            f"the clocks of {hosts[first]} (rank {first}) and {hosts[last]} (rank {last}) differ by {apart} s"
+        ]
