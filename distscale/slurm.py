@@ -2,89 +2,37 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from dataclasses import dataclass
-from typing import Literal
 
-from distscale.errors import ConfigError
+from distscale.slurm_job import WARNING_S, Job
 
-__all__ = ["Job", "Kind", "render"]
-
-Kind = Literal["torchrun", "srun", "preflight"]
-"""What srun starts: one torchrun a node, one rank a GPU, or ``distscale check`` in place of every rank."""
-
-_WARNING_S = 300  # from SLURM's warning to the end of the time: for the step in progress and a checkpoint
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*")
-_TIME = re.compile(r"\d+(-\d+(:\d\d){0,2}|(:\d\d){0,2})")  # of SLURM: 90, 90:00, 12:00:00, 2-12, 2-12:00
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a batch script is written from.
-
-    Raises:
-        ConfigError: for a value that SLURM would not take.
-    """
-
-    name: str
-    """Of the job, and of its logs."""
-    config: str
-    """Path of the TOML file, from the root of the repository."""
-    kind: Kind = "torchrun"
-    deepspeed: str | None = None
-    """Path of the JSON file of a DeepSpeed engine."""
-    account: str = "ACCOUNT"
-    partition: str = "PARTITION"
-    nodes: int = 2
-    ranks_per_node: int = 8
-    """GPUs of a node; with ``cpu``, processes."""
-    cpu: bool = False
-    """Train on CPUs: no GPU is asked for."""
-    time: str | None = None
-    """Time limit in SLURM's form; None: that of the partition."""
-    max_requeues: int = 20
-
-    def __post_init__(self) -> None:
-        for key in ("name", "account", "partition"):
-            if not _NAME.fullmatch(getattr(self, key)):
-                raise ConfigError(f"{key} = {getattr(self, key)!r} is no name that SLURM takes; use letters and digits")
-        for key, lowest in (("nodes", 1), ("ranks_per_node", 1), ("max_requeues", 0)):
-            if getattr(self, key) < lowest:
-                raise ConfigError(f"{key} = {getattr(self, key)} must be at least {lowest}")
-        if self.time is not None and not _TIME.fullmatch(self.time):
-            raise ConfigError(f"time = {self.time!r} is no time limit; write one like 90 (minutes) or 2-12:00")
-        if self.kind == "preflight" and self.deepspeed is not None:
-            raise ConfigError("a preflight trains nothing, so it takes no DeepSpeed config; leave deepspeed out")
-        for path in (self.config, self.deepspeed or ""):
-            if not path.isprintable():
-                raise ConfigError(f"the path {path!r} cannot stand in a script; rename it")
+__all__ = ["render"]
 
 
 def render(job: Job) -> str:
     """Returns the text of a batch script; equal jobs give equal texts."""
-    trains = job.kind != "preflight"
     ranks = str(job.ranks_per_node) if job.cpu else "${SLURM_GPUS_ON_NODE:?SLURM gave this job no GPU}"
-    values = []
-    if trains:
+    if job.trains:
         engine = f" --deepspeed {shlex.quote(job.deepspeed)}" if job.deepspeed else ""
-        values += [f"config={shlex.quote(job.config)}", f'arguments=("$config"{engine} "$@")']
+        values = [f"config={shlex.quote(job.config)}", f'arguments=("$config"{engine} "$@")']
         values += [f"max_requeues={job.max_requeues}"]
+    else:
+        files = [job.config, job.deepspeed] if job.deepspeed else [job.config]
+        values = [f"files=({shlex.join(files)}) # which all ranks must have alike, as they must the program"]
     values += [f"ranks={ranks} # a node"]
     start = {"torchrun": _TORCHRUN, "srun": _SRUN, "preflight": _PREFLIGHT}[job.kind]
     parts = [_header(job), "set -euo pipefail\n", "\n".join(values) + "\n", _PLACE]
-    return "\n".join([*parts, _CHECK, _RESUME, start + _WAIT, _REQUEUE] if trains else [*parts, start])
+    return "\n".join([*parts, _CHECK, _RESUME, start + _WAIT, _REQUEUE] if job.trains else [*parts, start])
 
 
 def _header(job: Job) -> str:
-    trains = job.kind != "preflight"
     directives = [
         *([] if job.cpu else [f"gpus-per-node={job.ranks_per_node}"]),
-        f"job-name={job.name}" if trains else f"job-name={job.name}_preflight",
+        f"job-name={job.name}" if job.trains else f"job-name={job.name}_preflight",
         "exclusive",
         "mem=0",
         *([f"time={job.time}"] if job.time else []),
-        *([f"signal=B:USR2@{_WARNING_S}", "requeue"] if trains else []),
+        *([f"signal=B:USR2@{WARNING_S}", "requeue"] if job.trains else []),
         "output=slurm/logs/%x-%j.log",
         "open-mode=append",
     ]
@@ -107,7 +55,7 @@ def _header(job: Job) -> str:
         f"# {what} To be submitted from the root of the repository, on a file system that",
         "# all nodes share. Output goes to slurm/logs: a file of the job, and one of each node.",
     ]
-    return "\n".join(lines) + "\n" + (_ABOUT_STOPS if trains else "")
+    return "\n".join(lines) + "\n" + (_ABOUT_STOPS if job.trains else "")
 
 
 def _command(job: Job) -> str:
@@ -127,7 +75,7 @@ _ABOUT_STOPS = f"""\
 #   sbatch SCRIPT [--resume]    # a new run, or on from the newest checkpoint
 #   scancel JOB                 # saves, and ends for good
 #
-# {_WARNING_S // 60} minutes before the time is up SLURM sends USR2: the run saves, and the job goes back into the queue
+# {WARNING_S // 60} minutes before the time is up SLURM sends USR2: the run saves, and the job goes back into the queue
 # and on bitwise as if never stopped. After a failure it does so if this start has made a checkpoint.
 """
 
@@ -206,7 +154,7 @@ start "$ranks" python launch/pretrain.py "${arguments[@]}" &
 """
 
 _PREFLIGHT = """\
-start "$ranks" distscale check
+start "$ranks" distscale check "${files[@]}" launch/*.py
 """
 
 _WAIT = """\

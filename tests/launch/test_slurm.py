@@ -23,7 +23,8 @@ from test_pretrain_deepspeed import CONFIG as DEEPSPEED_CONFIG
 from test_pretrain_deepspeed import shipped
 
 from checkpoints import checkpoints_of
-from distscale.slurm import Job, Kind, render
+from distscale.slurm import render
+from distscale.slurm_job import Job, Kind
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin"
@@ -218,7 +219,7 @@ def undisturbed(cluster: Path) -> list[dict[str, Any]]:
 
 def test_the_ranks_are_checked_together(cluster: Path) -> None:
     with ExitStack() as stack:
-        checked = Submitted(cluster, job("checked", "preflight", "checked.toml"), stack)
+        checked = Submitted(cluster, job("checked", "preflight", write_config(cluster, "checked")), stack)
         checked.ranks_say("2 ranks, started by srun")
         checked.ranks_say("passed: all ranks skipped the inf planted on rank 1")
         checked.end()

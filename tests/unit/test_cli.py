@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -104,6 +105,26 @@ def test_check_says_what_is_in_use(capsys: pytest.CaptureFixture[str], monkeypat
     assert ended.code == 0
     assert "DISTSCALE_SWEEP=reference is set" in ended.out
     assert "passed" in ended.out
+
+
+def test_check_reads_the_files_also_when_it_is_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there, absent = "a.toml", "[b].toml"
+    Path(there).write_text("[run]\n")
+    digest = hashlib.sha256(b"[run]\n").hexdigest()
+    ended = in_process(capsys, "check", "--json", there, absent)
+    found = json.loads(ended.out)
+    assert (ended.code, found["passed"]) == (1, False)
+    assert found["files"] == {there: digest[:16], absent: None}
+    assert not any(device["faults"] for device in found["devices"])
+    table = " ".join(in_process(capsys, "check", there, absent).out.split())
+    assert f"a.toml │ digest {digest[:8]} " in table
+    assert "[b].toml │ cannot be read " in table
+    good = in_process(capsys, "check", there)
+    assert good.code == 0
+    assert "this process is alone; started on all ranks of a job, it compares the files" in good.out
 
 
 @pytest.mark.parametrize("arguments", [("check",), ("check", "--json"), ("bench",)])

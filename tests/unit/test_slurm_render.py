@@ -15,7 +15,8 @@ from test_cli import in_process
 
 from distscale import ConfigError
 from distscale.env import port_of_job
-from distscale.slurm import Job, render
+from distscale.slurm import render
+from distscale.slurm_job import Job
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "slurm"
@@ -62,6 +63,11 @@ def test_bash_and_shellcheck_have_nothing_to_say(file: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
+def test_a_site_calls_account_and_partition_as_it_likes() -> None:
+    script = render(Job("tiny", "tiny.toml", account="a/b:c@d", partition="gpu,gpu-2"))
+    assert "#SBATCH --account=a/b:c@d\n#SBATCH --partition=gpu,gpu-2\n" in script
+
+
 def test_a_number_of_nodes_stands_at_the_top_alone() -> None:
     job = Job("tiny", "tiny.toml")
     few, many = (render(Job(**{**vars(job), "nodes": nodes})).splitlines() for nodes in (3, 77))
@@ -83,9 +89,18 @@ def test_a_path_may_have_any_printable_name() -> None:
         ({"nodes": 0}, "nodes = 0 must be at least 1"),
         ({"ranks_per_node": 0}, "ranks_per_node = 0 must be at least 1"),
         ({"max_requeues": -1}, "max_requeues = -1 must be at least 0"),
-        ({"time": "2 days"}, "time = '2 days' is no time limit; write one like 90 (minutes) or 2-12:00"),
-        ({"kind": "preflight", "deepspeed": "a.json"}, "a preflight trains nothing, so it takes no DeepSpeed config"),
+        ({"account": "--qos=high"}, "account = '--qos=high' is no name that SLURM takes"),
+        ({"name": "a/b"}, "name = 'a/b' is no name that SLURM takes"),
+        *(
+            ({"time": time}, f"time = '{time}' is no time limit; write one like 90 (minutes) or 2-12:00")
+            for time in ("2 days", "99:99:99", "90:60", "2-24", "1-2-3", "\N{ARABIC-INDIC DIGIT NINE}0", "9" * 5000)
+        ),
+        ({"time": "5"}, "time = '5' must be above 5 minutes; without it there is the limit of the partition"),
+        ({"time": "0-0:05"}, "time = '0-0:05' must be above 5 minutes"),
+        ({"kind": "preflight", "time": "0"}, "time = '0' must be above 0 minutes"),
         ({"config": "a\nb.toml"}, "the path 'a\\nb.toml' cannot stand in a script; rename it"),
+        ({"config": "-x.toml"}, "the path '-x.toml' would be taken for an option; write './-x.toml'"),
+        ({"deepspeed": "-x.json"}, "the path '-x.json' would be taken for an option"),
     ],
 )
 def test_mistakes_are_sentences(change: dict[str, Any], sentence: str) -> None:
@@ -94,7 +109,9 @@ def test_mistakes_are_sentences(change: dict[str, Any], sentence: str) -> None:
     assert str(raised.value).startswith(sentence)
 
 
-@pytest.mark.parametrize("time", ["90", "90:00", "12:00:00", "2-12", "2-12:00", "2-12:00:00"])
+@pytest.mark.parametrize(
+    "time", ["90", "5:01", "90:00", "0:06:00", "12:00:00", "36:00:00", "1-0", "2-12:00", "2-1:00:00"]
+)
 def test_the_time_limits_of_slurm_are_taken(time: str) -> None:
     assert f"#SBATCH --time={time}\n" in render(Job("tiny", "tiny.toml", time=time))
 
@@ -103,7 +120,11 @@ def test_the_time_limits_of_slurm_are_taken(time: str) -> None:
     ("arguments", "sentence"),
     [
         (["absent.toml"], "distscale: the config absent.toml does not exist; give the path of a TOML file"),
-        (["configs/ddp_fp16.toml", "--deepspeed", "absent.json"], "distscale: --deepspeed absent.json is no file"),
+        (
+            ["configs/ddp_fp16.toml", "--deepspeed", "absent.json"],
+            "--deepspeed absent.json cannot be read: No such file",
+        ),
+        (["configs/ddp_fp16.toml", "--deepspeed", "configs/ddp_fp16.toml"], "configs/ddp_fp16.toml is no JSON"),
         (["configs/ddp_fp16.toml", "--kind", "mpi"], "'mpi' is not one of 'torchrun', 'srun', 'preflight'"),
         (["configs/ddp_fp16.toml", "--output", "/nowhere/a"], "distscale: the result cannot be written to /nowhere/a"),
     ],
@@ -116,6 +137,14 @@ def test_mistakes_on_the_command_line_are_sentences(
     assert ended.code in (1, 2)
     assert sentence in ended.err
     assert ended.out == ""
+
+
+def test_a_json_file_must_hold_an_object(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[1]")
+    config = str(ROOT / "configs" / "deepspeed.toml")
+    ended = in_process(capsys, "slurm", "render", config, "--deepspeed", str(tmp_path / "a.json"))
+    assert ended.code == 1
+    assert ended.err.endswith("a.json holds no JSON object; give the path of DeepSpeed's config")
 
 
 # Stands for srun, scontrol and python: notes its call, and does what a line of bash in $DOES says.
@@ -195,6 +224,16 @@ def test_the_ranks_are_started_one_a_gpu(place: Place) -> None:
     assert f"--output={place.folder}/slurm/logs/tiny-123-%N.log --open-mode=append" in srun
     assert "python launch/pretrain.py tiny.toml --resume" in srun
     assert list((place.folder / "slurm" / "logs").iterdir()) == []
+
+
+def test_a_preflight_compares_the_config_and_the_program_on_all_ranks(place: Place) -> None:
+    job = Job("tiny", "my tiny.toml", kind="preflight", deepspeed="a.json", time="5")
+    ended = place.submit("exit 7", job=job)
+    assert ended.code == 7, "that of the check"
+    (srun,) = ended.calls
+    assert "--ntasks-per-node=8 --ntasks=16" in srun
+    assert " distscale check my tiny.toml a.json launch/pretrain.py restart=" in srun
+    assert "files=('my tiny.toml' a.json) #" in render(job)
 
 
 def test_torchrun_is_started_one_a_node_and_meets_at_the_first(place: Place) -> None:

@@ -1,0 +1,1 @@
+"""The commands of ``distscale``. Need the extra ``cli``."""
