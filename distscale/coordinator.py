@@ -3,92 +3,32 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from distscale.checksum import digest
 from distscale.decision import Decision
 from distscale.errors import ConfigError
 from distscale.exchange import agreed_loss_scale, judge, mark_rank, pack
 from distscale.fp8.keeper import Fp8Scales
 from distscale.fp8.recipe import Recipe
-from distscale.policy import NoScaling, Outcome, Policy, ScaleState
+from distscale.policy import NoScaling
 from distscale.reducers import Reducer, default_group, default_reducer, picklable
 from distscale.replicas import Look
 from distscale.roster import NameSource, Roster
+from distscale.situation import TABLE_CHANGES, Situation, digest_of_settings, settings_of
 from distscale.sweep import Request, sweep
 from distscale.sweep.early import EarlySweeps
-from distscale.table import UNKNOWN, SlotTable, agree
-from distscale.unscaling import Found
+from distscale.table import SlotTable, agree
 
-__all__ = ["Coordinator", "Situation"]
+__all__ = ["Coordinator"]
 
 # Steps at whose gradients the ranks look to tell replicas apart, while some gradients are not there or not finite.
 _MAX_LOOKS = 32
-
-# Sent in place of the table's digest by a rank that needs a new table; no digest is negative.
-_TABLE_CHANGES = -1
-
-
-@dataclass(frozen=True)
-class Situation:
-    """This rank's side of a step, before the exchange."""
-
-    step: int
-    policy: Policy
-    state: ScaleState
-    outcome: Outcome | None
-    """Of earlier decisions since the last update."""
-    loss_scale: Tensor
-    """fp32, shape (): the scale that the gradients carry."""
-    knows_loss_scale: bool
-    """False on a rank without loss and gradients, which may have missed by what the others scaled theirs."""
-    loss_bits: Tensor | None
-    """int32, shape (): amax bits of the losses that were scaled; None if there were none."""
-    unscaled: Callable[[], Collection[int]]
-    """Returns the parameters, by id, whose gradients do not carry the scale any more."""
-    found: Sequence[tuple[Optimizer, Found]]
-    """What the calls of ``unscale_`` found."""
-    stop: bool
-    veto: bool
-    has_scaled: bool
-    """Whether this rank has ever scaled a loss."""
-    trains: bool
-    """False if all that is known here allows that the step only creates the optimizers' state."""
-    failure: Exception | None
-    """What keeps this rank from going on, since an earlier step."""
-    reads: bool
-    """Whether this rank reads the decision on the host before it goes on."""
-
-    def agreed_values(self, digest: int) -> dict[str, object]:
-        """What must be equal on all ranks, readable, for an error message. Syncs host: yes."""
-        scale, *trackers = self.state
-        return {
-            "scale": float(scale),
-            "loss_scale": float(self.loss_scale) if self.knows_loss_scale else UNKNOWN,
-            **{key: int(value) for key, value in zip(ScaleState._fields[1:], trackers, strict=True)},
-            "step": self.step,
-            "the table of tensors": "with new parameters" if digest == _TABLE_CHANGES else f"no. {digest}",
-        }
-
-
-def settings_of(policy: Policy, max_norm: float | None, recipe: Recipe | None) -> dict[str, object]:
-    """What must be equal on all ranks by construction, by name."""
-    rule = {"policy": policy.name, **asdict(policy), "max_norm": max_norm}  # type: ignore[call-overload]
-    return rule if recipe is None else {**rule, "the FP8 recipe": recipe}
-
-
-@lru_cache(maxsize=16)
-def _digest_of_settings(policy: Hashable, max_norm: float | None, recipe: Recipe | None) -> int:
-    return digest(settings_of(cast(Policy, policy), max_norm, recipe))
 
 
 class Coordinator:
@@ -169,7 +109,7 @@ class Coordinator:
         failure = failure or now.failure
         if self._table is not None and not are_listed and not self._looks_again:
             # Ranks that have nothing new are in their normal exchange: find that out there, not in a hang.
-            self.raise_if_broken(self._exchange((), now, self._table, _TABLE_CHANGES, None), now, _TABLE_CHANGES)
+            self.raise_if_broken(self._exchange((), now, self._table, TABLE_CHANGES, None), now, TABLE_CHANGES)
         if self._table is None or not are_listed or self._looks_again:
             fp8 = self.fp8.tensors if self.fp8 is not None else ()
             self._table = agree(self._reducer, looks, self._settings(now), repr(failure) if failure else None, fp8)
@@ -229,7 +169,7 @@ class Coordinator:
     def _digest(self, now: Situation) -> int:
         """Of the table and of the settings, which may change on all ranks alike. 31 bits."""
         assert self._table is not None
-        return self._table.digest ^ _digest_of_settings(cast(Hashable, now.policy), self.max_norm, self._recipe)
+        return self._table.digest ^ digest_of_settings(cast(Hashable, now.policy), self.max_norm, self._recipe)
 
     def _exchange(
         self, optimizers: Sequence[Optimizer], now: Situation, table: SlotTable, digest: int, failure: Exception | None

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from distscale.apply import Stepper, may_rehearse, params_of
 from distscale.arguments import check_max_norm, check_step, make_policy, read_scale, split_optimizers
-from distscale.coordinator import Coordinator, Situation
+from distscale.coordinator import Coordinator
 from distscale.decision import Decision
 from distscale.errors import ConfigError, ProtocolError
 from distscale.fp8.keeper import Fp8Scales
@@ -28,6 +28,7 @@ from distscale.reducers import Reducer
 from distscale.reports import ReportQueue
 from distscale.roster import NameSource, Roster
 from distscale.shards import drop_fp8
+from distscale.situation import Situation
 from distscale.sweep.early import EarlySweeps
 
 __all__ = ["DistributedGradScaler"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distscale.coordinator import Coordinator, Situation
+from distscale.coordinator import Coordinator
 from distscale.decision import Decision
 from distscale.errors import ConfigError
 from distscale.integrations.deepspeed.checkpoints import state_to_load
@@ -24,6 +24,7 @@ from distscale.integrations.deepspeed.surfaces import Answer, Surface
 from distscale.policy import Outcome
 from distscale.record import StepReport
 from distscale.reports import ReportQueue
+from distscale.situation import Situation
 from distscale.state import ScaleKeeper
 from distscale.sweep import loss_bits
 
