@@ -10,9 +10,9 @@
 # RDZV_ID: a name that no earlier job had, by which a job that is started again knows its run; by default SLURM's.
 # Any other option of torchrun's is a variable PET_<OPTION>, such as PET_LOCAL_ADDR or PET_RDZV_CONF=is_host=1.
 #
-# Ctrl-C or SIGTERM, on any one node, lets the run save and end with exit code 0; a second one ends it at once. torchrun
-# by itself passes the signal on, too, but then reports failure whatever its workers made of it. So the workers are told
-# through a file, and torchrun sees them end well.
+# Ctrl-C or SIGTERM, on any one node, lets the run save and end with exit code 0; a second one ends it at once. SIGUSR2
+# does the former alone. torchrun by itself passes signals on, too, but then reports failure whatever its workers made of
+# them. So the workers are told through a file, and torchrun sees them end well.
 
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
