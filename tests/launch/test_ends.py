@@ -17,7 +17,7 @@ from checkpoints import checkpoints_of
 LAUNCH = Path(__file__).parents[2] / "launch"
 FORKED_RANKS = Path(__file__).with_name("forked_ranks.py")
 DEADLINE_S = 100.0
-# Asked three times while it imports torch, which takes seconds.
+# Asked three times while it imports torch, which takes seconds. Says what it brings to the disk.
 STOPPED_EARLY = f"""
 import os, runpy, signal, sys
 
@@ -27,7 +27,12 @@ class Finder:
             for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), number)
 
+def fsync(number, fsync=os.fsync):
+    print("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{{number}}")), flush=True)
+    fsync(number)
+
 sys.meta_path.insert(0, Finder)
+os.fsync = fsync
 sys.argv[0] = {str(LAUNCH / "pretrain.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -69,3 +74,5 @@ def test_signals_that_come_before_a_run_has_begun_let_it_save_and_end_well(tmp_p
     assert ended.returncode == 0, ended.stderr
     assert "stopped after step 1 of 8; everything is saved in runs/tiny\n" in ended.stdout
     assert list(checkpoints_of(tmp_path / "runs" / "tiny")) == [1]
+    # A checkpoint counts on the record of the steps before it.
+    assert ended.stdout.index("fsync steps.jsonl\n") < ended.stdout.index("fsync manifest.json.tmp\n")

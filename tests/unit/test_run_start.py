@@ -208,7 +208,9 @@ def handlers() -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
 def test_signals_ask_for_a_stop_however_many_come(handlers: None, number: signal.Signals) -> None:
     stop = StopRequest()
+    before = signal.getsignal(number)
     stop.install()
+    assert signal.getsignal(number) != before
     assert not stop.is_made()
     for _ in range(3):
         signal.raise_signal(number)
