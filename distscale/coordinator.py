@@ -121,10 +121,7 @@ class Coordinator:
             if not self._looks_again:
                 self.roster.keep_looks(looks)
                 self._num_looks = 0
-        decision = self._exchange(optimizers, now, self._table, self._digest(now), failure)
-        if self.fp8 is not None:
-            self.fp8.clear()
-        return decision
+        return self._exchange(optimizers, now, self._table, self._digest(now), failure)
 
     def _meet_world(self) -> None:
         """Makes the default reducer, and makes it again if the job has another default process group now.

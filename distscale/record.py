@@ -132,7 +132,10 @@ class JsonlRecord:
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
 
     def __call__(self, report: StepReport, **extra: object) -> None:
-        """Appends ``report``, without its amax values, and whatever else is known about the step."""
+        """Appends ``report``, without its amax values, and whatever else is known about the step.
+
+        ``num_saturated``, over all gradients, if any are sent in FP8.
+        """
         entry = {
             "step": report.step,
             "skipped": report.skipped,
@@ -142,6 +145,7 @@ class JsonlRecord:
             "clip_coef": report.clip_coef,
             "culprit": vars(report.culprit) if report.culprit else None,
             "vetoed_by": report.vetoed_by,
+            **({"num_saturated": sum(report.num_saturated.values())} if report.num_saturated else {}),
             **extra,
         }
         self._file.write(json.dumps({key: _json_value(value) for key, value in entry.items()}, allow_nan=False) + "\n")

@@ -125,6 +125,10 @@ class DistributedGradScaler(LocalScaler):
             raise ConfigError("give reducer= or process_group=, not both: each says which ranks decide together")
         if fp8 is not None and not isinstance(fp8, Fp8Scales):
             raise ConfigError(f"fp8={fp8!r} is not allowed: what convert_to_fp8(model, recipe) returned, or None")
+        if fp8 is not None and not enabled:
+            raise ConfigError(
+                "fp8= needs enabled=True, for FP8 scales come from its steps; policy='none' is without a scale"
+            )
         self._coordinator = Coordinator(process_group, reducer, names, max_norm, fp8)
         super().__init__(device, make_policy(policy, rule), enabled, self._coordinator.roster)
         self._reports = ReportQueue(on_step, max_consecutive_skips)
@@ -249,7 +253,7 @@ class DistributedGradScaler(LocalScaler):
         self._commit(state)
         self._carried.update(old_scale, state.scale)
         if self._coordinator.fp8 is not None:
-            end_step(self._coordinator.fp8, self._decisions, state.scale)
+            end_step(self._coordinator.fp8, self._decisions, old_scale, state.scale)
         for decision in self._decisions:
             decision.settle(state)
             self._reports.add(decision)
@@ -316,8 +320,8 @@ class DistributedGradScaler(LocalScaler):
             split(state_dict, None if fp8 is None else fp8.recipe) if self._enabled else (state_dict, None)
         )
         super().load_state_dict(rest)
-        if fp8 is not None and histories is not None:
-            fp8.load_state_dict(histories)
+        if fp8 is not None and self._enabled:
+            fp8.forget() if histories is None else fp8.load_state_dict(histories)
             fp8.hand_out(torch.tensor(self.get_scale()))
         self._carried.forget_losses()
         self._failure = None

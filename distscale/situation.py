@@ -66,8 +66,8 @@ class Situation:
 
 def settings_of(policy: Policy, max_norm: float | None, recipe: Recipe | None) -> dict[str, object]:
     """What must be equal on all ranks by construction, by name."""
-    rule = {"policy": policy.name, **asdict(policy), "max_norm": max_norm}  # type: ignore[call-overload]
-    return rule if recipe is None else {**rule, "the FP8 recipe": recipe}
+    rule = asdict(policy)  # type: ignore[call-overload]
+    return {"policy": policy.name, **rule, "max_norm": max_norm, "the FP8 recipe": recipe}
 
 
 @lru_cache(maxsize=16)

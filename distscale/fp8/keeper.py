@@ -173,9 +173,14 @@ class Fp8Scales:
         for meter, values in zip(meters, mine, strict=True):
             meter.scale.copy_(values, non_blocking=True)
 
-    def finish_step(self, bits: Tensor, found_inf: Tensor, loss_scale: Tensor, next_loss_scale: Tensor) -> None:
-        """What the scaler does in ``update()``: :meth:`commit`, :meth:`hand_out`, and telling the listeners."""
-        self.commit(bits, found_inf, loss_scale)
+    def finish_step(self, bits: Tensor | None, found_inf: Tensor, loss_scale: Tensor, next_loss_scale: Tensor) -> None:
+        """What the scaler does in ``update()``: :meth:`commit`, :meth:`hand_out`, and telling the listeners.
+
+        Args:
+            bits: None if nothing was decided.
+        """
+        if bits is not None:
+            self.commit(bits, found_inf, loss_scale)
         self.hand_out(next_loss_scale)
         for listener in self.listeners:
             listener(found_inf, loss_scale, next_loss_scale)
@@ -202,6 +207,13 @@ class Fp8Scales:
         if not self._table.tensors:  # until the ranks agree
             self._build(join([self.tensors]), torch.device("cpu"))
         self._set_histories({})
+        self.clear()
+
+    def forget(self) -> None:
+        """Begins without histories, and with nothing seen."""
+        self._loaded = {}
+        self._set_histories({})
+        self.clear()
 
     def _histories(self) -> dict[str, Sequence[float]]:
         columns = self._history.t().tolist() if self._history.numel() else [()] * len(self._table.tensors)

@@ -13,18 +13,19 @@ from distscale.fp8.keeper import Fp8Scales
 __all__ = ["end_step"]
 
 
-def end_step(fp8: Fp8Scales, decisions: Sequence[Decision], next_loss_scale: Tensor) -> None:
+def end_step(fp8: Fp8Scales, decisions: Sequence[Decision], loss_scale: Tensor, next_loss_scale: Tensor) -> None:
     """Lets what the ranks have seen enter the histories, once, and hands out new scales. Syncs host: no.
 
     Args:
-        decisions: since the last update, on one loss scale. If one of them was to skip, none counts for gradients.
+        decisions: since the last update. The last one has all that was seen since then. If one of them was to skip,
+            nothing counts for gradients. None at all: the step was given up, and nothing counts.
+        loss_scale: fp32, shape (): up to now.
         next_loss_scale: fp32, shape ().
     """
-    # Tensors may have come in between; what was seen before that is of a shorter table.
-    decisions = [decision for decision in decisions if decision.table is decisions[-1].table]
-    if not decisions:
-        fp8.hand_out(next_loss_scale)
-        return
-    bits = torch.stack([decision.fp8_bits for decision in decisions]).amax(dim=0)
-    found_inf = torch.stack([decision.verdict.found_inf for decision in decisions]).amax()
-    fp8.finish_step(bits, found_inf, decisions[-1].loss_scale, next_loss_scale)
+    if decisions:
+        last = decisions[-1]
+        found_inf = torch.stack([decision.verdict.found_inf for decision in decisions]).amax()
+        fp8.finish_step(last.fp8_bits, found_inf, last.loss_scale, next_loss_scale)
+    else:
+        fp8.finish_step(None, torch.ones_like(loss_scale), loss_scale, next_loss_scale)
+    fp8.clear()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
-from distscale import ConfigError, DistributedGradScaler, LocalReducer, ProtocolError
+from distscale import ConfigError, DesyncError, DistributedGradScaler, LocalReducer, ProtocolError
 from distscale.fp8 import CurrentScaling, DelayedScaling, Fp8Scales
 from distscale.fp8.meter import Metered
 from distscale.fp8.scales import bits_of_amax, scale_of_amax
@@ -193,6 +193,41 @@ def test_a_skipped_step_gives_nothing_to_gradients() -> None:
     assert job.scale[2] == 8192.0  # 57344 / (1 * 4) = 14336
 
 
+def test_several_steps_before_one_update_are_one_commit() -> None:
+    """The second optimizer comes later, with a table of its own; its part of the step is clean, the first's is not."""
+    for is_bad in (False, True):
+        job = Job()
+        other = nn.Parameter(torch.zeros(1))
+        optimizer = SGD([other], lr=1.0)
+        job.see(7.0, 1.0, 8.0)
+        loss = job.scaler.scale(torch.tensor(1.0))
+        job.param.grad = torch.full((2,), math.inf if is_bad else 1.0) * loss
+        other.grad = torch.ones(1) * loss
+        job.scaler.step(job.optimizer)
+        job.see(3.0, 2.0)
+        job.scaler.step(optimizer)
+        job.scaler.update()
+        assert job.scaler.last_step is not None
+        assert dict(job.scaler.last_step.fp8_amax) == {"layer.input": 7.0, "layer.weight": 2.0, "layer.grad": 1.0}
+        gradient = {} if is_bad else {"layer.grad": [1.0]}
+        assert job.histories == {"layer.input": [7.0], "layer.weight": [2.0], **gradient}
+        job.step()
+        assert job.histories == {"layer.input": [7.0], "layer.weight": [2.0], **gradient}
+
+
+def test_a_step_that_is_given_up_says_nothing() -> None:
+    job = Job()
+    job.see(7.0, 1.0, 8.0)
+    job.scaler.scale(torch.tensor(1.0))
+    told = []
+    job.scales.listeners.append(lambda *ends: told.append(tuple(map(float, ends))))
+    job.scaler.update(2.0)
+    assert told == [(1.0, 8.0, 2.0)]  # as if skipped
+    job.see(1.0, 1.0, 2.0)
+    job.step()
+    assert job.histories == {"layer.input": [1.0], "layer.weight": [1.0], "layer.grad": [1.0]}
+
+
 def test_current_scaling_remembers_nothing() -> None:
     job = Job(CurrentScaling())
     job.see(7.0, 1.0, 8.0)
@@ -268,6 +303,19 @@ def test_ranks_with_other_recipes_are_told() -> None:
         return str(caught.value)
 
     assert all("margin=0" in said and "margin=1" in said for said in run_threads(rank_main, 2))
+
+
+def test_a_rank_without_fp8_is_told() -> None:
+    def rank_main(rank: int, reducer: Any) -> Any:
+        job = Job(reducer=reducer)
+        if rank:
+            job.scaler = DistributedGradScaler("cpu", 8.0, growth_interval=1000, reducer=reducer)
+        with pytest.raises(
+            DesyncError, match=r"FP8 recipe at the first step: .*DelayedScaling.* on rank 0; None on rank 1"
+        ):
+            job.step()
+
+    run_threads(rank_main, 2)
 
 
 def test_ranks_that_mean_different_things_by_a_name_are_told() -> None:
@@ -357,6 +405,28 @@ def test_another_recipe_is_an_error_or_a_reset() -> None:
         assert job.histories == {}
 
 
+def test_a_state_is_taken_back_in_the_same_process() -> None:
+    job = _trained()
+    state, scale = job.scaler.state_dict(), job.scale
+    job.see(1000.0, 1000.0, 1000.0)
+    job.scaler.load_state_dict(state)
+    assert job.scale == scale
+    job.step()
+    assert job.histories == json.loads(state["fp8"]["amax_history"])
+    without = DistributedGradScaler("cpu", init_scale=32.0, growth_interval=1000, reducer=LocalReducer()).state_dict()
+    job.scaler.load_state_dict(without)
+    assert (job.histories, job.scale) == ({}, [0.0, 0.0, 0.0])
+
+
+def test_histories_of_tensors_that_are_not_there_are_kept() -> None:
+    state = _trained().scaler.state_dict()
+    job = Job(names=("other",))
+    job.scaler.load_state_dict(state)
+    job.see(5.0)
+    job.step()
+    assert job.histories == {**json.loads(state["fp8"]["amax_history"]), "other.input": [5.0]}
+
+
 def test_a_state_of_a_run_without_fp8_and_of_one_with() -> None:
     plain = DistributedGradScaler("cpu", init_scale=32.0, growth_interval=1000, reducer=LocalReducer())
     job = Job()
@@ -391,6 +461,8 @@ def test_an_impossible_state_changes_nothing(broken: Any) -> None:
 def test_mistakes() -> None:
     with pytest.raises(ConfigError, match="fp8=3"):
         DistributedGradScaler("cpu", fp8=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="enabled=True"):
+        DistributedGradScaler("cpu", enabled=False, fp8=Fp8Scales(DelayedScaling()))
     with pytest.raises(ConfigError, match="not an FP8 recipe"):
         Fp8Scales("delayed")  # type: ignore[arg-type]
     job = Job()
