@@ -20,7 +20,7 @@ from distscale.decision import Decision
 from distscale.errors import ConfigError, ProtocolError
 from distscale.fp8.keeper import Fp8Scales
 from distscale.fp8.saved import split
-from distscale.fp8.steps import end_step
+from distscale.fp8.steps import end_step, warn_if_forgotten
 from distscale.local import LocalScaler
 from distscale.policy import MAX_SCALE, MIN_SCALE, DynamicScale, Policy
 from distscale.record import StepReport
@@ -129,6 +129,8 @@ class DistributedGradScaler(LocalScaler):
             raise ConfigError(
                 "fp8= needs enabled=True, for FP8 scales come from its steps; policy='none' is without a scale"
             )
+        if fp8 is None and enabled:
+            warn_if_forgotten(names)
         self._coordinator = Coordinator(process_group, reducer, names, max_norm, fp8)
         super().__init__(device, make_policy(policy, rule), enabled, self._coordinator.roster)
         self._reports = ReportQueue(on_step, max_consecutive_skips)

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distscale.decision import Decision
 from distscale.fp8.keeper import Fp8Scales
 
-__all__ = ["end_step"]
+__all__ = ["end_step", "warn_if_forgotten"]
+
+
+def warn_if_forgotten(model: object) -> None:
+    """Warns of a model with FP8 linears whose scaler is not to know of it."""
+    linear = sys.modules.get("distscale.fp8.linear")  # where nobody has imported it, there are none
+    if linear is None or not isinstance(model, nn.Module):
+        return
+    if any(isinstance(module, linear.Fp8Linear) for module in model.modules()):
+        warnings.warn(
+            "the model has FP8 linears, and the scaler was made without fp8=: they will scale by their own amax for ever, "
+            "on each rank by itself. Give the scaler what convert_to_fp8() returned",
+            stacklevel=4,
+        )
 
 
 def end_step(fp8: Fp8Scales, decisions: Sequence[Decision], loss_scale: Tensor, next_loss_scale: Tensor) -> None:

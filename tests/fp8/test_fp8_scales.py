@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 from distscale import ConfigError, DesyncError, DistributedGradScaler, LocalReducer, ProtocolError
-from distscale.fp8 import CurrentScaling, DelayedScaling, Fp8Scales
+from distscale.fp8 import CurrentScaling, DelayedScaling, Fp8Scales, convert_to_fp8
 from distscale.fp8.meter import Metered
 from distscale.fp8.scales import bits_of_amax, scale_of_amax
 from ranks import ThreadRanks
@@ -468,3 +468,12 @@ def test_mistakes() -> None:
     job = Job()
     with pytest.raises(ConfigError, match=r"layer\.input"):
         job.scales.meter([Metered("layer.input", False)])
+
+
+def test_a_scaler_that_does_not_know_of_fp8_linears_warns() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    DistributedGradScaler("cpu", names=model, reducer=LocalReducer())
+    scales = convert_to_fp8(model, DelayedScaling())
+    DistributedGradScaler("cpu", names=model, fp8=scales, reducer=LocalReducer())
+    with pytest.warns(UserWarning, match="without fp8="):
+        DistributedGradScaler("cpu", names=model, reducer=LocalReducer())
