@@ -22,8 +22,8 @@ def warn_if_forgotten(model: object) -> None:
         return
     if any(isinstance(module, linear.Fp8Linear) for module in model.modules()):
         warnings.warn(
-            "the model has FP8 linears, and the scaler was made without fp8=: they will scale by their own amax for ever, "
-            "on each rank by itself. Give the scaler what convert_to_fp8() returned",
+            "the model has FP8 linears, and the scaler was made without fp8=: they will scale by their own amax "
+            "for ever, on each rank by itself. Give the scaler what convert_to_fp8() returned",
             stacklevel=4,
         )
 
