@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
+from distscale.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Fp8Shard", "Shard", "drop_fp8", "is_dtensor", "is_here", "restore_fp8", "shard_of"]
+__all__ = ["Fp8Shard", "Shard", "drop_fp8", "is_dtensor", "is_here", "is_partial", "restore_fp8", "shard_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +79,25 @@ def shard_of(param: Tensor) -> Shard | None:
     DTensor gradient with a pending reduction (``Partial``) is reduced first.
 
     Collective: only for a ``Partial`` gradient, over its own mesh. Syncs host: only for a sparse gradient.
+
+    Raises:
+        ConfigError: if there is a gradient beside the one in FP8.
     """
     grad = param.grad
     kept: Fp8Shard | None = getattr(param, "fp8_grad", None)
     if kept is not None:
+        if grad is not None:
+            # DDP writes what it has reduced, without this rank's part, which had been taken from it.
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} got a gradient after its own was moved into FP8, as DDP "
+                "does, so that ranks would step apart: leave keep_gradients_in_fp8 out, or use FSDP2"
+            )
         return Shard(kept.values, kept.num_shards, kept.scale_inv)
     if grad is None:
         return None
     num_shards = 1
     if is_dtensor(grad):
-        if any(placement.is_partial() for placement in grad.placements):
+        if is_partial(grad):
             from torch.distributed.tensor import Replicate
 
             grad = grad.redistribute(
@@ -145,6 +156,11 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     imported it, there are none.
     """
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor that is still to be summed over ranks."""
+    return is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
 def is_here(param: Tensor) -> bool:

@@ -12,11 +12,13 @@ from distscale.errors import ConfigError
 from distscale.fp8.cast import cast
 from distscale.fp8.recipe import CurrentScaling
 from distscale.fp8.scales import bits_of_amax, scale_of_amax
-from distscale.shards import Fp8Shard, is_dtensor
+from distscale.shards import Fp8Shard, is_dtensor, is_partial
 
 __all__ = ["keep_gradients_in_fp8"]
 
 _DTYPE = torch.float8_e4m3fn
+_FSDP_FLATTENED = "_fsdp_flattened"
+"""What FSDP1 marks its parameters with, of which it makes others."""
 
 
 def keep_gradients_in_fp8(params: Iterable[nn.Parameter]) -> list[RemovableHandle]:
@@ -27,16 +29,22 @@ def keep_gradients_in_fp8(params: Iterable[nn.Parameter]) -> list[RemovableHandl
     step is skipped; ``scaler.unscale_`` takes them back, too. inf and NaN become NaN, and so skip the step.
 
     For FSDP2 after ``fully_shard``, and for parameters that are on one rank. Not for DDP and FSDP1, which reduce
-    gradients after such hooks have run. Do not clear gradients with ``zero_grad`` between ``backward`` and ``step``; it
-    does not know of these.
+    gradients after such hooks have run; the first step under DDP is an error. A DTensor gradient with a pending
+    reduction (``Partial``, as of norms under sequence parallelism) stays in ``grad`` until the step reduces it. Do not
+    clear gradients with ``zero_grad`` between ``backward`` and ``step``; it does not know of these.
 
     Returns:
         Handles that end it. Collective: no. Syncs host: no.
 
     Raises:
-        ConfigError: if there is nothing to keep.
+        ConfigError: if there is nothing to keep, or parameters are those of FSDP1.
     """
     kept = [param for param in params if param.requires_grad]
+    if any(getattr(param, _FSDP_FLATTENED, False) for param in kept):
+        raise ConfigError(
+            "gradients cannot be kept in FP8 under FSDP1, which reduces them after they would be taken: use FSDP2, "
+            "or leave keep_gradients_in_fp8 out"
+        )
     if not kept:
         raise ConfigError(
             "there is no parameter that requires a gradient; call keep_gradients_in_fp8(model.parameters())"
@@ -47,7 +55,7 @@ def keep_gradients_in_fp8(params: Iterable[nn.Parameter]) -> list[RemovableHandl
 @torch.no_grad()
 def _keep(param: Tensor) -> None:
     grad = param.grad
-    if grad is None:
+    if grad is None or is_partial(grad):
         return
     values = (grad.to_local() if is_dtensor(grad) else grad).float()
     kept: Fp8Shard | None = getattr(param, "fp8_grad", None)

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from distscale import ConfigError, DistributedGradScaler, LocalReducer
@@ -164,8 +167,52 @@ def train(rank: int) -> dict[str, Any]:
     return seen
 
 
+def check_that_pending_sums_are_summed(rank: int) -> None:
+    """Sequence parallelism: the gradient of a norm is a sum over ranks that is still to be made."""
+    mesh = init_device_mesh("cpu", (2,))
+    norms = []
+    for keeps in (False, True):
+        model = parallelize_module(nn.Sequential(nn.LayerNorm(16)), mesh, {"0": SequenceParallel()})
+        if keeps:
+            keep_gradients_in_fp8(model.parameters())
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scaler = DistributedGradScaler("cpu", init_scale=1024.0, max_norm=math.inf, names=model)
+        torch.manual_seed(0)
+        inputs, weights = torch.randn(2, 8, 16), torch.randn(2, 8, 16)
+        for _ in range(2):
+            output = model(distribute_tensor(inputs, mesh, [Shard(1)]))
+            scaler.scale((output.full_tensor() * weights).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step is not None
+        norms.append(scaler.last_step.grad_norm)
+    assert norms[1] == norms[0] > 0
+
+
+def check_that_wrappers_which_reduce_later_are_refused() -> None:
+    for views in (False, True):
+        replica = DistributedDataParallel(nn.Linear(4, 4), gradient_as_bucket_view=views)
+        keep_gradients_in_fp8(replica.parameters())
+        optimizer = SGD(replica.parameters(), lr=0.1)
+        scaler = DistributedGradScaler("cpu", names=replica)
+        scaler.scale(replica(torch.ones(2, 4)).sum()).backward()
+        with pytest.raises(ConfigError, match=r"of shape \(4, 4\) got a gradient after its own was moved into FP8"):
+            scaler.step(optimizer)
+    for is_original in (False, True):
+        wrapped = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=is_original, device_id=torch.device("cpu"))
+        with pytest.raises(ConfigError, match="cannot be kept in FP8 under FSDP1"):
+            keep_gradients_in_fp8(wrapped.parameters())
+
+
+def ranks(rank: int) -> dict[str, Any]:
+    seen = train(rank)
+    check_that_pending_sums_are_summed(rank)
+    check_that_wrappers_which_reduce_later_are_refused()
+    return seen
+
+
 def test_fsdp2_trains_alike_and_skips_alike() -> None:
-    for seen in run_ranks(train, 2):
+    for seen in run_ranks(ranks, 2):
         (plain, plain_reports), (kept, kept_reports) = seen["plain"], seen["kept"]
         assert [report.skipped for report in plain_reports] == [report.skipped for report in kept_reports]
         assert [report.step for report in kept_reports if report.skipped] == [6]
