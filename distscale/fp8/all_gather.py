@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,6 +15,7 @@ from distscale.errors import ConfigError
 from distscale.fp8.cast import quantize
 from distscale.fp8.linear import Fp8Linear
 from distscale.fp8.product import WEIGHT
+from distscale.integrations.pipelining import is_dry_run
 
 __all__ = ["Fp8AllGather", "gather_weights_in_fp8"]
 
@@ -31,19 +33,28 @@ def gather_weights_in_fp8(model: nn.Module) -> None:
         fully_shard(model)
         gather_weights_in_fp8(model)
 
-    A layer casts its weight in any case; with scales that are powers of two, what is gathered so gives the same
-    products, for one byte a value. All other parameters of a unit are gathered as they are. A gather after
-    ``reshard_after_forward`` to another number of ranks than all stays in the dtype of the parameters.
+    A layer casts its weight in any case; by the scale that the ranks have agreed on, what is gathered so gives the same
+    products, for one byte a value. Without a scale a shard would be cast by its own amax, and again by that of the
+    whole: so the weights of a unit are gathered as they are in its first step. (A weight that is nothing but zeros has
+    no scale after that step either, and ``CurrentScaling`` never has one: they are rounded twice.)
+
+    Gathered as they are, too: all other parameters; a weight that more than one module has, for not all of them may
+    multiply in FP8; and what is gathered after ``reshard_after_forward`` to another number of ranks than all.
 
     Raises:
-        ConfigError: if no FSDP2 unit has the weight of an FP8 linear, one has parameters on several meshes, or the
-            weights are gathered in FP8 already.
+        ConfigError: if no FSDP2 unit has the weight of an FP8 linear alone, one has parameters on several meshes, or
+            the weights are gathered in FP8 already.
     """
     from torch.distributed.fsdp import FSDPModule
 
     from distscale.fsdp_units import param_groups
 
-    linears = {id(module.weight): module for module in model.modules() if isinstance(module, Fp8Linear)}
+    num_owners = Counter(id(param) for module in model.modules() for param in module._parameters.values())
+    linears = {
+        id(module.weight): module
+        for module in model.modules()
+        if isinstance(module, Fp8Linear) and num_owners[id(module.weight)] == 1
+    }
     has_any = False
     seen: list[Any] = []
     for name, unit in model.named_modules():
@@ -62,12 +73,12 @@ def gather_weights_in_fp8(model: nn.Module) -> None:
                     f"the FSDP2 unit {name or type(model).__name__} has parameters on several meshes, and torch lets "
                     "no one replace their all-gather; make each a unit of its own"
                 )
-            unit.set_custom_all_gather(cast(Any, Fp8AllGather(parts, group._all_gather_comm)))
+            unit.set_custom_all_gather(cast(Any, Fp8AllGather(parts, group)))
             has_any = True
     if not has_any:
         raise ConfigError(
-            "no FSDP2 unit of this model has the weight of an FP8 linear: call convert_to_fp8, then fully_shard, then "
-            "gather_weights_in_fp8"
+            "no FSDP2 unit of this model has the weight of an FP8 linear that no other module has, too: call "
+            "convert_to_fp8, then fully_shard, then gather_weights_in_fp8"
         )
 
 
@@ -77,25 +88,39 @@ class _Part(NamedTuple):
     numel: int
     """Of the shard of a rank, with padding."""
     linear: Fp8Linear | None
-    """The layer whose weight it is."""
+    """The layer whose weight it is, and no one else's."""
 
 
 class Fp8AllGather:
     """What ``FSDPModule.set_custom_all_gather`` takes: torch's ``AllGather``, for the one unit it was made for.
 
     The message of a rank: the scale of each weight in fp32, parameters that are not in FP8, weights, zeros up to a
-    multiple of 16 bytes. Scales are those of the layers, or of the shard itself as long as those are not known.
+    multiple of 16 bytes. Scales are those of the layers, or of the shard itself where those are not known.
+
+    In FP8 only after a step in which the unit was gathered, and so seen: the same step on all ranks.
 
     Args:
         parts: the parameters of the unit, in its order.
-        plain: the unit's own all-gather, for what does not fit the parts.
+        group: the unit's ``FSDPParamGroup``.
     """
 
-    def __init__(self, parts: Sequence[_Part], plain: Any) -> None:
+    def __init__(self, parts: Sequence[_Part], group: Any) -> None:
         self._parts = parts
         self._numels = [part.numel for part in parts]
-        self._plain = plain
+        self._linears = [part.linear for part in parts if part.linear is not None]
+        self._first_steps: list[int] | None = None
+        """In which the unit was first gathered, by the count of each layer's meter."""
         self._has_warned = False
+        self._plain = group._all_gather_comm
+        """For what does not fit the parts."""
+        self._records = False
+        # What is called from within it is called without gradients in any case.
+        self._unshard: Callable[..., None] = group.unshard
+        group.unshard = self._note_mode
+
+    def _note_mode(self, *args: Any, **kwargs: Any) -> None:
+        self._records = torch.is_grad_enabled() and not is_dry_run()
+        self._unshard(*args, **kwargs)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return cast(Tensor, self._plain.allocate(size, dtype=dtype, device=device))
@@ -108,7 +133,7 @@ class Fp8AllGather:
         Collective: yes. It has ended, on this stream, when the call returns, whatever ``async_op`` says.
         """
         fits = input_tensor.numel() == sum(self._numels) and input_tensor.dtype in _DTYPES
-        if not fits or group.size() == 1:
+        if not fits or group.size() == 1 or not self._has_scales():
             self._warn(fits, input_tensor)
             return cast("dist.Work | None", self._plain(output_tensor, input_tensor, group, async_op))
         message = self._pack(input_tensor)
@@ -116,6 +141,11 @@ class Fp8AllGather:
         dist.all_gather_into_tensor(messages.view(-1), message, group=group)
         self._unpack(messages, output_tensor.view(group.size(), -1))
         return None
+
+    def _has_scales(self) -> bool:
+        steps = [linear.meter.num_steps for linear in self._linears]
+        self._first_steps = self._first_steps or steps
+        return all(step > first for step, first in zip(steps, self._first_steps, strict=True))
 
     def _pack(self, row: Tensor) -> Tensor:
         scales, plain, weights = [], [], []
@@ -125,8 +155,10 @@ class Fp8AllGather:
                 continue
             meter = part.linear.meter
             meter.move(values.device)
-            # Counted here, as in the layer nothing is seen of what is beyond the scale.
-            fp8, scale = quantize(values, meter, WEIGHT, part.linear.recipe, records=part.linear.training)
+            records = self._records and part.linear.training
+            fp8, scale = quantize(values, meter, WEIGHT, part.linear.recipe, records)
+            if records:  # and not again in the layer, which sees it rounded, and nothing of what is beyond the scale
+                meter.complete |= {WEIGHT}
             scales.append(scale.view(1).view(torch.uint8))
             weights.append(fp8.view(torch.uint8))
         message = torch.cat([*scales, *plain, *weights])
@@ -134,7 +166,7 @@ class Fp8AllGather:
 
     def _unpack(self, messages: Tensor, rows: Tensor) -> None:
         """From uint8, shape (world_size, message bytes), to shape (world_size, row_numel)."""
-        num_weights = sum(part.linear is not None for part in self._parts)
+        num_weights = len(self._linears)
         scales = messages[:, : _SCALE_BYTES * num_weights].view(torch.float32)
         at_plain = _SCALE_BYTES * num_weights
         at_weight = at_plain + rows.element_size() * sum(part.numel for part in self._parts if part.linear is None)

@@ -144,8 +144,7 @@ class Fp8Scales:
     def clear(self) -> None:
         """Begins to accumulate anew. Syncs host: no."""
         for meter in self.meters:
-            meter.amax.zero_()
-            meter.num_saturated.zero_()
+            meter.clear()
 
     def commit(self, bits: Tensor, found_inf: Tensor, loss_scale: Tensor) -> None:
         """Lets the amax values of a step enter the histories. Syncs host: no.

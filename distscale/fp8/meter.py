@@ -38,22 +38,37 @@ class Meter:
 
     def __init__(self, tensors: Sequence[Metered]) -> None:
         self.tensors = tuple(tensors)
-        self.scale = torch.zeros(len(self.tensors))
+        # Said explicitly, for a model may be made under torch.device("meta").
+        self.scale = torch.zeros(len(self.tensors), device="cpu")
         """fp32, shape (num_tensors,): multiplies on quantizing; 0: unknown, the tensor's own amax is to be used."""
-        self.amax = torch.zeros(len(self.tensors), dtype=torch.int32)
+        self.amax = torch.zeros(len(self.tensors), dtype=torch.int32, device="cpu")
         """int32, shape (num_tensors,): amax bits, the maximum over everything since the last step."""
-        self.num_saturated = torch.zeros(len(self.tensors), dtype=torch.int64)
+        self.num_saturated = torch.zeros(len(self.tensors), dtype=torch.int64, device="cpu")
         """int64, shape (num_tensors,): values beyond the scale since the last step, of tensors that are sent."""
+        self.num_steps = 0
+        """That ended: the same on all ranks, as is all that follows from it."""
+        self.complete: frozenset[int] = frozenset()
+        """Tensors whose amax of this step is known already, from before they were rounded to be gathered."""
 
     def move(self, device: torch.device) -> None:
         """To where the tensors are."""
         if self.scale.device != device:
-            self.scale, self.amax = self.scale.to(device), self.amax.to(device)
-            self.num_saturated = self.num_saturated.to(device)
+            # What is made in inference mode could not be written to in training.
+            with torch.inference_mode(False):
+                self.scale, self.amax = self.scale.to(device), self.amax.to(device)
+                self.num_saturated = self.num_saturated.to(device)
 
     def record(self, index: int, bits: Tensor) -> None:
         """Raises an amax: int32 bits, shape (). Syncs host: no. Calling it twice for one tensor changes nothing."""
-        self.amax[index].copy_(torch.maximum(self.amax[index], bits))
+        if index not in self.complete:
+            self.amax[index].copy_(torch.maximum(self.amax[index], bits))
+
+    def clear(self) -> None:
+        """Begins the next step. Syncs host: no."""
+        self.amax.zero_()
+        self.num_saturated.zero_()
+        self.complete = frozenset()
+        self.num_steps += 1
 
 
 def join(by_rank: Sequence[Sequence[Metered]]) -> tuple[Metered, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
+from wire_models import agree, step
 
 from distscale import DistributedGradScaler
 from distscale.errors import ConfigError
@@ -29,6 +30,9 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 45)
         self.down = nn.Linear(45, WIDTH, bias=False)
+        with torch.no_grad():  # of many sizes, so that a shard has another scale than the whole
+            for layer in (self.up, self.down):
+                layer.weight *= torch.randn(len(layer.weight), 1).mul(3).exp().clamp(max=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(self.norm(x))))
@@ -63,8 +67,16 @@ def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return fully_shard(model, mp_policy=policy)
 
 
-def losses_and_weights(rank: int, dtype: torch.dtype, recipe: Recipe, in_fp8: bool) -> tuple[list[Tensor], list[int]]:
-    """After a few steps; and the bytes gathered in each."""
+class Trained(NamedTuple):
+    found: list[Tensor]
+    """Losses, and weights."""
+    fp8: dict[str, str]
+    """State of the scales."""
+    num_bytes: list[int]
+    """Gathered in each step."""
+
+
+def train(rank: int, dtype: torch.dtype, recipe: Recipe, in_fp8: bool) -> Trained:
     model = Model()
     scales = convert_to_fp8(model, recipe)
     sharded(model, dtype)
@@ -87,21 +99,80 @@ def losses_and_weights(rank: int, dtype: torch.dtype, recipe: Recipe, in_fp8: bo
     for param in model.parameters():
         assert isinstance(param, DTensor)
         found.append(param.full_tensor().detach())
-    return found, counted
+    return Trained(found, scales.state_dict(), counted)
 
 
 def check_same_training(rank: int) -> None:
-    """With scales that are powers of two, a weight cast twice is the weight cast once."""
-    for dtype in (torch.bfloat16, torch.float32):
-        expected, num_plain = losses_and_weights(rank, dtype, DelayedScaling(fp8_format="E4M3"), in_fp8=False)
-        found, num_bytes = losses_and_weights(rank, dtype, DelayedScaling(fp8_format="E4M3"), in_fp8=True)
-        assert all(map(torch.equal, found, expected))
+    """A weight cast twice by one scale is the weight cast once, from the first step on; and is seen as it was."""
+    for dtype, power_of_two in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False)):
+        recipe = DelayedScaling("E4M3", power_of_two=power_of_two)
+        expected = train(rank, dtype, recipe, in_fp8=False)
+        trained = train(rank, dtype, recipe, in_fp8=True)
+        assert all(map(torch.equal, trained.found, expected.found))
+        assert trained.fp8 == expected.fp8
         size = torch.finfo(dtype).bits // 8
         # Rows of a rank: 23 of `up`, 16 of `down`; both are gathered in the forward and in the backward pass.
         numel = 23 * WIDTH + 16 * 45
-        assert num_plain[-1] - num_bytes[-1] > 2 * (numel * (size - 1) - 64)
-    found, _ = losses_and_weights(rank, torch.float32, CurrentScaling(fp8_format="E4M3"), in_fp8=True)
-    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-3)
+        assert trained.num_bytes[0] == expected.num_bytes[0]  # without a history
+        for num_plain, num_bytes in zip(expected.num_bytes[1:], trained.num_bytes[1:], strict=True):
+            assert num_plain - num_bytes > 2 * (numel * (size - 1) - 64)
+    trained = train(rank, torch.float32, CurrentScaling(fp8_format="E4M3"), in_fp8=True)
+    torch.testing.assert_close(trained.found, expected.found, rtol=5e-2, atol=5e-3)
+
+
+class Tied(nn.Module):
+    """An embedding and a layer outside FP8 share a weight with an FP8 linear each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 16)
+        self.plain, self.fp8, self.alone, self.head = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.plain.weight, self.head.weight = self.fp8.weight, self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        for layer in (self.plain, self.fp8, self.alone, self.head):
+            x = layer(x)
+        return x
+
+
+def check_shared_weights_stay_as_they_are(rank: int) -> None:
+    outputs, counted = [], []
+    for in_fp8 in (False, True):
+        model = Tied()
+        scales = convert_to_fp8(model, DelayedScaling(), filter=lambda name, _: name != "plain")
+        fully_shard(model, reshard_after_forward=True)
+        if in_fp8:
+            gather_weights_in_fp8(model)
+        agree(scales)
+        for _ in range(2):
+            with Bytes() as gathered:
+                output = model(torch.arange(16))
+            step(scales)
+        outputs.append(output)
+        counted.append(gathered.num)
+    assert torch.equal(*outputs)
+    assert counted[0] - counted[1] == 16 * 8 * 3 - 16  # of the one that has a weight of its own
+
+
+def check_what_is_not_training_records_nothing(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    scales = convert_to_fp8(model, DelayedScaling())
+    fully_shard(model, reshard_after_forward=True)
+    gather_weights_in_fp8(model)
+    (meter,) = scales.meters
+    for is_training, has_gradients, records in (
+        (True, True, True),  # as it is
+        (True, True, True),
+        (True, False, False),
+        (False, True, False),
+        (False, False, False),
+    ):
+        scales.clear()
+        with torch.set_grad_enabled(has_gradients):
+            model.train(is_training)(torch.ones(2, 8))
+        assert (meter.amax[:2] > 0).tolist() == [records] * 2
 
 
 def check_a_weight_that_grows(rank: int) -> None:
@@ -157,6 +228,8 @@ def check_mistakes() -> None:
 
 def ranks(rank: int) -> None:
     check_same_training(rank)
+    check_shared_weights_stay_as_they_are(rank)
+    check_what_is_not_training_records_nothing(rank)
     check_a_weight_that_grows(rank)
     check_bad_weights_stay_bad(rank)
     check_mistakes()
