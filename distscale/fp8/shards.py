@@ -31,7 +31,8 @@ def keep_gradients_in_fp8(params: Iterable[nn.Parameter]) -> list[RemovableHandl
     For FSDP2 after ``fully_shard``, and for parameters that are on one rank. Not for DDP and FSDP1, which reduce
     gradients after such hooks have run; the first step under DDP is an error. A DTensor gradient with a pending
     reduction (``Partial``, as of norms under sequence parallelism) stays in ``grad`` until the step reduces it. Do not
-    clear gradients with ``zero_grad`` between ``backward`` and ``step``; it does not know of these.
+    clear gradients with ``zero_grad`` between ``backward`` and ``step``; it does not know of these. Leave out
+    :func:`distscale.integrations.fsdp.overlap`: it holds what it has swept until the step, so no memory is saved.
 
     Returns:
         Handles that end it. Collective: no. Syncs host: no.
