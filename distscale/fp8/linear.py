@@ -47,21 +47,29 @@ class Fp8Linear(nn.Linear):
         )
         linear.recipe = scales.recipe  # type: ignore[assignment]
         linear.__class__ = Fp8Linear
+        assert isinstance(linear, Fp8Linear)
+        linear._move_meter()
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiplies; for shards of a tensor-parallel weight, on the shards.
 
         Args:
-            input: fp32, fp16 or bf16, shape (..., in_features). A DTensor if the weight is one.
+            input: fp32, fp16 or bf16, that of the weight or another one, since both are cast; shape (..., in_features).
+                A DTensor if the weight is one.
 
         Raises:
-            ValueError: if ``input`` has another number of features.
+            ValueError: if ``input`` is not of floating point, or has another number of features.
         """
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
+        if not input.is_floating_point():
+            raise ValueError(f"an Fp8Linear got an input of {input.dtype}: convert it to fp32, fp16 or bf16 before")
         if input.shape[-1:] != self.weight.shape[1:]:
             raise ValueError(f"an Fp8Linear of {self.in_features} features got an input of shape {tuple(input.shape)}")
+        device = input.device.type
+        if device == "meta":
+            # Nothing is multiplied there, and a meter that went along would lose its values.
+            return super().forward(input).to(input.dtype)
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
         if is_dtensor(self.weight):
             from distscale.fp8.tensor_parallel import multiply_shards
 
@@ -82,9 +90,12 @@ class Fp8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._move_meter()
+        return self
+
+    def _move_meter(self) -> None:
         if self.weight.device.type != "meta":
             self.meter.move(self.weight.device)
-        return self
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"

@@ -194,6 +194,24 @@ def test_a_wrong_number_of_features_is_an_error() -> None:
         linear(torch.ones(3, 9))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_an_input_without_floating_point_is_an_error(dtype: torch.dtype) -> None:
+    linear = converted(nn.Linear(12, 4))
+    with pytest.raises(ValueError, match=f"an input of {dtype}: convert it to fp32, fp16 or bf16"):
+        linear(torch.ones(3, 12, dtype=dtype))
+    assert not linear.meter.amax.any()
+
+
+def test_an_input_may_be_of_another_dtype_than_the_weight() -> None:
+    """As under DDP, with activations in bf16 and weights in fp32."""
+    linear = converted(nn.Linear(12, 4))
+    input = torch.randn(3, 12, dtype=torch.bfloat16, requires_grad=True)
+    output = linear(input)
+    output.sum().backward()
+    assert input.grad is not None and linear.weight.grad is not None
+    assert output.dtype == input.grad.dtype == torch.bfloat16 and linear.weight.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_gives_its_dtype_as_to_other_linears(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
@@ -393,12 +411,29 @@ def test_a_copy_counts_for_nobody() -> None:
 
 def test_a_model_on_meta_gets_its_memory_later() -> None:
     with torch.device("meta"):
-        model = nn.Linear(8, 8)
-    linear = converted(model)
+        linear = converted(nn.Linear(8, 8))
     linear.to_empty(device="cpu")
     nn.init.eye_(linear.weight), nn.init.zeros_(linear.bias)
     assert linear.double().float()(torch.eye(8)).equal(torch.eye(8))
     assert linear.meter.scale.dtype == torch.float32 and linear.meter.scale.device.type == "cpu"
+
+
+def test_a_pass_on_meta_gives_the_shape_and_leaves_the_scales_alone() -> None:
+    with torch.device("meta"):
+        linear = converted(nn.Linear(8, 5))
+    linear.meter.scale.fill_(2.0)
+    output = linear(torch.ones(3, 8, dtype=torch.bfloat16, device="meta"))
+    assert output.shape == (3, 5) and output.dtype == torch.bfloat16 and output.device.type == "meta"
+    assert linear.meter.scale.tolist() == [2.0] * 3
+
+
+def test_scales_that_move_in_inference_mode_serve_in_training() -> None:
+    """A model on a GPU, whose first pass is an evaluation; another device is all that matters here."""
+    meter = Meter([Metered("x", False)])
+    with torch.inference_mode():
+        meter.move(torch.device("meta"))
+    assert meter.scale.device.type == "meta"
+    assert not any(tensor.is_inference() for tensor in (meter.scale, meter.amax, meter.num_saturated))
 
 
 def test_mistakes_are_told() -> None:
