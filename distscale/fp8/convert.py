@@ -16,7 +16,11 @@ __all__ = ["convert_to_fp8"]
 
 
 def convert_to_fp8(
-    model: nn.Module, recipe: Recipe | Fp8Scales, *, filter: Callable[[str, nn.Linear], bool] | None = None
+    model: nn.Module,
+    recipe: Recipe | Fp8Scales,
+    *,
+    filter: Callable[[str, nn.Linear], bool] | None = None,
+    prefix: str = "",
 ) -> Fp8Scales:
     """Makes every ``nn.Linear`` of a model an :class:`~distscale.fp8.Fp8Linear`, in place, and returns their scales.
 
@@ -33,16 +37,17 @@ def convert_to_fp8(
     Args:
         model: a layer alone will do.
         recipe: the same on all ranks; "E4M3" or "HYBRID", as no GPU multiplies E5M2 with E5M2. Or the scales that the
-            conversion of another part of the model has returned, to add to them.
+            conversion of another model, or another part of this one, has returned, to add to them.
         filter: given the name of a layer and the layer; those for which it is false stay as they are. The first and the
             last one of a model are often left out.
+        prefix: of the names in the scales, where several models share them.
 
     Returns:
         What the scaler wants as ``fp8``: the tensors "NAME.input", "NAME.weight" and "NAME.grad_output" of each layer.
 
     Raises:
-        ConfigError: if nothing is left to convert, layers are converted already, the model is wrapped, or the recipe is
-            not one for linear layers.
+        ConfigError: if nothing is left to convert, layers are converted already, the scales have their names already,
+            the model is wrapped, or the recipe is not one for linear layers. Nothing was converted then.
     """
     scales = recipe if isinstance(recipe, Fp8Scales) else Fp8Scales(recipe)
     if scales.recipe.fp8_format == "E5M2":
@@ -61,8 +66,16 @@ def convert_to_fp8(
     if not chosen:
         left = f"the filter leaves out all {len(linears)} of them" if linears else "it has no nn.Linear"
         raise ConfigError(f"there is nothing to convert in this {type(model).__name__}: {left}")
-    for name, linear in chosen.items():
-        Fp8Linear.replace(linear, name or "linear", scales)
+    by_name = {prefix + (name or "linear"): linear for name, linear in chosen.items()}
+    known = {tensor.name for tensor in scales.tensors}
+    for name in by_name:
+        if any(tensor.name in known for tensor in Fp8Linear.tensors(name)):
+            raise ConfigError(
+                f"the scales have a layer {name!r} already, of another model or another part of this one: give "
+                "convert_to_fp8 a prefix= of this one, such as 'critic.', the same on all ranks"
+            )
+    for name, linear in by_name.items():
+        Fp8Linear.replace(linear, name, scales)
     return scales
 
 

@@ -33,6 +33,11 @@ class Fp8Linear(nn.Linear):
         raise ConfigError("an Fp8Linear is not made by itself: give a model with nn.Linear to convert_to_fp8()")
 
     @staticmethod
+    def tensors(name: str) -> list[Metered]:
+        """What a layer of this name has in FP8."""
+        return [Metered(f"{name}.input", False), Metered(f"{name}.weight", False), Metered(f"{name}.grad_output", True)]
+
+    @staticmethod
     def replace(linear: nn.Linear, name: str, scales: Fp8Scales) -> None:
         """Makes an ``nn.Linear`` an Fp8Linear: the same object, with its parameters and hooks.
 
@@ -42,9 +47,7 @@ class Fp8Linear(nn.Linear):
         Raises:
             ConfigError: if another tensor has its names.
         """
-        linear.meter = scales.meter(  # type: ignore[assignment]
-            [Metered(f"{name}.input", False), Metered(f"{name}.weight", False), Metered(f"{name}.grad_output", True)]
-        )
+        linear.meter = scales.meter(Fp8Linear.tensors(name))  # type: ignore[assignment]
         linear.recipe = scales.recipe  # type: ignore[assignment]
         linear.__class__ = Fp8Linear
         assert isinstance(linear, Fp8Linear)

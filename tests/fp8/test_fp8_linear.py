@@ -402,6 +402,21 @@ def test_modules_parameters_and_keys_stay() -> None:
     assert model.head.weight is model.embedding.weight
 
 
+def test_models_share_scales_under_names_of_their_own_or_nothing_is_converted() -> None:
+    actor, critic = nn.Sequential(nn.Linear(8, 8)), nn.ModuleDict({"other": nn.Linear(8, 8), "0": nn.Linear(8, 8)})
+    scales = convert_to_fp8(actor, HYBRID)
+    before = scales.tensors
+    with pytest.raises(ConfigError, match=r"have a layer '0' already, .*: give convert_to_fp8 a prefix="):
+        convert_to_fp8(critic, scales)
+    assert scales.tensors == before
+    assert not any(isinstance(layer, Fp8Linear) for layer in critic.values())
+    convert_to_fp8(critic, scales, prefix="critic.")
+    head = nn.Linear(8, 8)
+    convert_to_fp8(head, scales, prefix="critic.")
+    names = [tensor.name for tensor in scales.tensors if tensor.name.endswith(".weight")]
+    assert names == ["0.weight", "critic.other.weight", "critic.0.weight", "critic.linear.weight"]
+
+
 def test_a_copy_counts_for_nobody() -> None:
     linear = converted(nn.Linear(8, 8))
     other = copy.deepcopy(linear)
