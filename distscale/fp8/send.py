@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distscale.errors import ConfigError
+from distscale.fp8.feedback import Feedback
 from distscale.fp8.keeper import Fp8Scales
 from distscale.fp8.sender import Sender, Traffic, WireOptions
 
@@ -26,39 +30,68 @@ class SentGradients:
         """One for each FSDP2 unit, or one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: where stochastic rounding is, and the residuals of error feedback.
+        """Where stochastic rounding is, the same on all ranks; with error feedback also the residuals of this rank.
 
-        Without either there is nothing worth saving. It is another one on every rank, as its keys say. Residuals are
-        under the scaler's loss scale, so save them between ``update()`` and the next backward pass, with the scaler.
+        Without either there is nothing worth saving. Residuals are under the scaler's loss scale, so save them between
+        ``update()`` and the next backward pass, with the scaler. Syncs host: with error feedback.
+
+        For ``torch.distributed.checkpoint``, which loads what the new state has and nothing else, the residuals are the
+        bytes of one entry of each rank.
         """
-        rank = f"rank{dist.get_rank()}of{dist.get_world_size()}"
-        state: dict[str, Any] = {f"{rank}.num_calls": [sender.num_calls for sender in self.senders]}
-        for sender in self.senders:
-            if sender.feedback is not None:
-                residuals = sender.feedback.state_dict()
-                state |= {f"{rank}.{name}": residual for name, residual in residuals.items()}
+        num_calls = [sender.num_calls for sender in self.senders]
+        state: dict[str, Any] = {"num_calls": num_calls}
+        if self._feedbacks:
+            residuals = {name: values for feedback in self._feedbacks for name, values in feedback.state_dict().items()}
+            state[_entry()] = _to_bytes({"world_size": dist.get_world_size(), "of": num_calls, "residuals": residuals})
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` gave on this rank, for the same model on as many ranks.
+        """Restores what :meth:`state_dict` gave for the same model, on this rank.
 
-        Residuals cannot be divided among another number of ranks: do not load them then, and begin without.
+        Residuals cannot be divided among another number of ranks: error feedback begins without them then, as where
+        they were not saved, with a warning.
 
         Raises:
-            ConfigError: if it is the state of another rank, number of ranks, or model.
+            ConfigError: if it is the state of another model.
         """
-        rank = f"rank{dist.get_rank()}of{dist.get_world_size()}."
-        mine = {key.removeprefix(rank): value for key, value in state.items() if key.startswith(rank)}
-        num_calls = mine.pop("num_calls", ())
+        num_calls = state.get("num_calls", ())
         if len(num_calls) != len(self.senders):
             raise ConfigError(
-                f"this is not the state of gradients sent by {rank[:-1]} from {len(self.senders)} units; it has "
-                f"{sorted(state)[:1]}. Without loading, rounding begins anew, and error feedback without residuals"
+                f"this is not the state of gradients sent from {len(self.senders)} units: it is of {len(num_calls)}. "
+                "Without loading, rounding begins anew, and error feedback without residuals"
             )
         for sender, calls in zip(self.senders, num_calls, strict=True):
             sender.num_calls = calls
-            if sender.feedback is not None:
-                sender.feedback.load_state_dict(mine)
+        if self._feedbacks:
+            saved = _from_bytes(state[_entry()]) if _entry() in state else {}
+            # What was not loaded into a state is as old as that.
+            is_mine = saved.get("world_size") == dist.get_world_size() and saved["of"] == num_calls
+            if not is_mine:
+                warnings.warn(
+                    "error feedback begins without residuals: the state has none of this rank among "
+                    f"{dist.get_world_size()}, but of {saved.get('world_size', 'other')}",
+                    stacklevel=2,
+                )
+            for feedback in self._feedbacks:
+                feedback.load_state_dict(saved["residuals"] if is_mine else {})
+
+    @property
+    def _feedbacks(self) -> list[Feedback]:
+        return [sender.feedback for sender in self.senders if sender.feedback is not None]
+
+
+def _entry() -> str:
+    return f"residuals_of_rank{dist.get_rank()}"
+
+
+def _to_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _from_bytes(value: bytes) -> Any:
+    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)
 
 
 def send_gradients_in_fp8(
@@ -106,7 +139,7 @@ def send_gradients_in_fp8(
             ``min_numel`` elements.
         stochastic_rounding: round up or down at random, so that the mean is right: more noise and no bias.
         error_feedback: keep what rounding takes away, and add it at the next step; not with FSDP1. It takes 4 bytes for
-            each value of the gradients before they are sharded.
+            each value of the gradients before they are sharded, and as much again from the backward pass to ``update``.
         gather_in_fp8: of DDP: rounds a second time, which adds as much error again, and takes 1 byte instead of 2.
         seed: of stochastic rounding.
         prefix: of the names in ``scales``, where several models share them.

@@ -101,7 +101,7 @@ class Sender:
             rows = self.feedback.add(rows, layout)
         messages, bits, num_saturated = quantize(rows, layout, self.meter.scale[entries], self._key(layout))
         if self.feedback is not None:
-            self.feedback.keep(rows, layout, messages, entries)
+            self.feedback.keep(rows, layout, messages)
         self.meter.amax.scatter_reduce_(0, entries, bits, "amax")
         self.meter.num_saturated.index_add_(0, entries, num_saturated)
         received = torch.empty_like(messages)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import re
+import shutil
+import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, fully_shard
@@ -20,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wire_models import Blocks, agree, batch, errors, exact, new_scales, step
 
 from distscale import ConfigError
-from distscale.fp8 import DelayedScaling, Fp8Scales, send_gradients_in_fp8
+from distscale.fp8 import DelayedScaling, Fp8Scales, SentGradients, send_gradients_in_fp8
 from ranks import run_ranks
 
 INF_BITS = 0x7F800000
@@ -276,46 +281,82 @@ def feedback(rank: int) -> None:
                 scales.finish_step(bits, torch.zeros(()), torch.tensor(loss_scale), torch.tensor(next_scale))
                 loss_scale = next_scale
                 if index == 8 and error_feedback:
-                    goes_on(sent, model, scales)
+                    goes_on(sent, wrap)
             biases[error_feedback] = ((total / num_steps - expected)[1:].abs().mean() / expected[1:].mean()).item()
         # DDP gathers in bf16, without feedback, whose half step is 0.4 %.
         assert biases[True] < 0.15 * biases[False] and biases[False] > 0.015, (wrap, biases)
 
 
-def goes_on(sent: Any, model: nn.Module, scales: Fp8Scales) -> None:
-    """A state that is loaded is the one that was saved, and no other can be."""
-    state = copy.deepcopy(sent.state_dict())
-    for sender in sent.senders:
-        for residual in sender.feedback.residuals.values():
-            assert residual.any()
-            residual.zero_()
-        sender.num_calls = 0
-    sent.load_state_dict(state)
-    again = sent.state_dict()
-    assert state.keys() == again.keys() and len(state) == 2
-    for key, value in state.items():
-        assert torch.equal(value, again[key]) if isinstance(value, Tensor) else value == again[key]
-    other = {key.replace("of", "of1"): value for key, value in state.items()}
-    with pytest.raises(ConfigError, match=re.escape("this is not the state of gradients sent by rank")):
-        sent.load_state_dict(other)
+def goes_on(sent: SentGradients, wrap: Any) -> None:
+    """A state that is loaded, into a new run by DCP, is the one that was saved, and no other can be."""
+    model = wrap(Given())
+    again = send_gradients_in_fp8(model, new_scales(), error_feedback=True)
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        dcp.save({"sent": sent}, checkpoint_id=folders[0])
+        dcp.load({"sent": again}, checkpoint_id=folders[0])
+    state = sent.state_dict()
+    assert state["num_calls"] == again.state_dict()["num_calls"] != [0]
+    residuals, found = ([sender.feedback.state_dict() for sender in each.senders] for each in (sent, again))
+    for expected, loaded in zip(residuals, found, strict=True):
+        assert loaded.keys() == expected.keys() == {"weight"}
+        assert expected["weight"].any() and torch.equal(loaded["weight"], expected["weight"])
+
+    entry = f"residuals_of_rank{dist.get_rank()}"
+    fresh = send_gradients_in_fp8(wrap(Given()), new_scales(), error_feedback=True).state_dict()
+    others = [state.copy(), {**state, entry: fresh[entry]}, {**state, entry: of_another_number_of_ranks(state[entry])}]
+    del others[0][entry]
+    for other in others:
+        with pytest.warns(UserWarning, match="error feedback begins without residuals"):
+            again.load_state_dict(other)
+        assert [sender.num_calls for sender in again.senders] == state["num_calls"]
+        assert not any(sender.feedback.state_dict() for sender in again.senders)  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=re.escape("this is not the state of gradients sent from 1 units")):
+        again.load_state_dict({**state, "num_calls": [1, 2]})
+    shutil.rmtree(folders[0], ignore_errors=True)
+
+
+def of_another_number_of_ranks(entry: bytes) -> bytes:
+    value = torch.load(io.BytesIO(entry))
+    buffer = io.BytesIO()
+    torch.save({**value, "world_size": dist.get_world_size() + 1}, buffer)
+    return buffer.getvalue()
+
+
+class TwoGiven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Given(), Given()
+
+    def forward(self, grad: Tensor, uses_second: bool) -> Tensor:
+        return self.first(grad) + self.second(grad) if uses_second else self.first(grad)  # type: ignore[no-any-return]
 
 
 def feedback_after_a_skip(rank: int) -> None:
-    """What a skipped step leaves is not added to the next."""
-    model = fully_shard(Given())
+    """A skipped step leaves the residuals as they were before it, under the loss scale that follows."""
+    model = fully_shard(TwoGiven())
     scales = new_scales()
     (sender,) = send_gradients_in_fp8(model, scales, error_feedback=True).senders
     agree(scales)
     grad = constant(rank)
-    for is_bad in (False, True):
-        grad[5, 5] = math.inf if is_bad and rank == 0 else 1.0
+    residuals = []
+    for num_batches, uses_second, is_bad in ((1, True, False), (2, False, True), (2, True, False)):
         model.zero_grad()
-        model(grad).backward()
+        for index in range(num_batches):
+            grad[5, 5] = math.inf if is_bad and rank == 0 else 1.0 + index
+            model(grad, uses_second).backward()
         bits, _ = scales.collect(torch.device("cpu"))
+        scales.finish_step(bits, torch.tensor(float(is_bad)), torch.ones(()), torch.tensor(0.5 if is_bad else 1.0))
         scales.clear()
-        scales.finish_step(bits, torch.tensor(float(is_bad)), torch.ones(()), torch.ones(()))
-        (residual,) = sender.feedback.state_dict().values()  # type: ignore[union-attr]
-        assert residual.isfinite().all() and bool(residual.any()) == (not is_bad)
+        state = sender.feedback.state_dict()  # type: ignore[union-attr]
+        assert state.keys() == {"first.weight", "second.weight"}
+        residuals.append(state)
+    for name in residuals[0]:
+        assert residuals[0][name].isfinite().all() and residuals[0][name].any()
+        assert torch.equal(residuals[1][name], residuals[0][name] * 0.5)
+        assert not torch.equal(residuals[2][name], residuals[1][name])
 
 
 def stochastic(rank: int) -> None:
