@@ -30,9 +30,10 @@ def keep_gradients_in_fp8(params: Iterable[nn.Parameter]) -> list[RemovableHandl
 
     For FSDP2 after ``fully_shard``, and for parameters that are on one rank. Not for DDP and FSDP1, which reduce
     gradients after such hooks have run; the first step under DDP is an error. A DTensor gradient with a pending
-    reduction (``Partial``, as of norms under sequence parallelism) stays in ``grad`` until the step reduces it. Do not
-    clear gradients with ``zero_grad`` between ``backward`` and ``step``; it does not know of these. Leave out
-    :func:`distscale.integrations.fsdp.overlap`: it holds what it has swept until the step, so no memory is saved.
+    reduction (``Partial``, as of norms under sequence parallelism) stays in ``grad`` until the step reduces it; sparse
+    and complex ones stay there, too. Do not clear gradients with ``zero_grad`` between ``backward`` and ``step``; it
+    does not know of these. Leave out :func:`distscale.integrations.fsdp.overlap`: it holds what it has swept until the
+    step, so no memory is saved.
 
     Returns:
         Handles that end it. Collective: no. Syncs host: no.
@@ -56,7 +57,7 @@ def keep_gradients_in_fp8(params: Iterable[nn.Parameter]) -> list[RemovableHandl
 @torch.no_grad()
 def _keep(param: Tensor) -> None:
     grad = param.grad
-    if grad is None or is_partial(grad):
+    if grad is None or is_partial(grad) or grad.is_sparse or grad.is_complex():
         return
     values = (grad.to_local() if is_dtensor(grad) else grad).float()
     kept: Fp8Shard | None = getattr(param, "fp8_grad", None)

@@ -27,6 +27,19 @@ def slope(values: Tensor) -> tuple[nn.Parameter, Tensor]:
     return param, values
 
 
+class Given(torch.autograd.Function):
+    """A loss of 0 with any gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, grad: Tensor) -> Tensor:
+        ctx.grad = grad
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.grad, None
+
+
 def scaler_for(**arguments: Any) -> DistributedGradScaler:
     return DistributedGradScaler(
         "cpu", **{"init_scale": 1024.0, "reducer": LocalReducer(), "max_norm": math.inf, **arguments}
@@ -116,6 +129,18 @@ def test_those_that_wait_follow_the_scale() -> None:
     scaler.scale((often * values).sum() + (rarely * values).sum()).backward()
     scaler.step(*optimizers)
     assert (often.item(), rarely.item()) == (-4.0, -4.0)
+
+
+@pytest.mark.parametrize("factors", [torch.tensor([3.0 - 4.0j]), torch.tensor([3.0, 0.0, -4.0]).to_sparse()])
+def test_complex_and_sparse_gradients_stay_as_they_are(factors: Tensor) -> None:
+    param = nn.Parameter(torch.zeros(factors.shape, dtype=factors.dtype))
+    keep_gradients_in_fp8([param])
+    optimizer, scaler = sgd(param), scaler_for()
+    scaler.scale(torch.tensor(1.0))
+    Given.apply(param, factors * 1024.0).backward()  # type: ignore[no-untyped-call]
+    assert param.grad is not None and not hasattr(param, "fp8_grad")
+    scaler.step(optimizer)
+    assert torch.equal(param.detach(), -factors.to_dense())
 
 
 def test_a_handle_ends_it_and_nothing_to_keep_is_told() -> None:
