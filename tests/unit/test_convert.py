@@ -389,7 +389,7 @@ def test_the_command_prints_the_result_and_the_notes_apart(
             cli.main()
         return ended.value.code
 
-    assert get_args(cli._FormatName) == tuple(FORMATS)
+    assert get_args(texts._FormatName) == tuple(FORMATS)
     file, target = tmp_path / "ds.json", tmp_path / "out.toml"
     file.write_text('{"fp16": {"enabled": true}}')
     assert run(str(file), "--to", "megatron") == 0
