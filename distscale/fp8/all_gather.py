@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from distscale.errors import ConfigError
 from distscale.fp8.cast import quantize
 from distscale.fp8.linear import Fp8Linear
+from distscale.fp8.meter import Meter
 from distscale.fp8.product import WEIGHT
-from distscale.integrations.pipelining import is_dry_run
 
 __all__ = ["Fp8AllGather", "gather_weights_in_fp8"]
 
@@ -35,8 +35,9 @@ def gather_weights_in_fp8(model: nn.Module) -> None:
 
     A layer casts its weight in any case; by the scale that the ranks have agreed on, what is gathered so gives the same
     products, for one byte a value. Without a scale a shard would be cast by its own amax, and again by that of the
-    whole: so the weights of a unit are gathered as they are in its first step. (A weight that is nothing but zeros has
-    no scale after that step either, and ``CurrentScaling`` never has one: they are rounded twice.)
+    whole: so the weights of a unit are gathered as they are in its first step. (A weight
+    that is nothing but zeros then, or whose layer does not run, has no scale after it either, and ``CurrentScaling``
+    never has one: they are rounded twice.)
 
     Gathered as they are, too: all other parameters; a weight that more than one module has, for not all of them may
     multiply in FP8; and what is gathered after ``reshard_after_forward`` to another number of ranks than all.
@@ -73,7 +74,7 @@ def gather_weights_in_fp8(model: nn.Module) -> None:
                     f"the FSDP2 unit {name or type(model).__name__} has parameters on several meshes, and torch lets "
                     "no one replace their all-gather; make each a unit of its own"
                 )
-            unit.set_custom_all_gather(cast(Any, Fp8AllGather(parts, group)))
+            unit.set_custom_all_gather(cast(Any, Fp8AllGather(parts, group._all_gather_comm)))
             has_any = True
     if not has_any:
         raise ConfigError(
@@ -94,33 +95,25 @@ class _Part(NamedTuple):
 class Fp8AllGather:
     """What ``FSDPModule.set_custom_all_gather`` takes: torch's ``AllGather``, for the one unit it was made for.
 
-    The message of a rank: the scale of each weight in fp32, parameters that are not in FP8, weights, zeros up to a
-    multiple of 16 bytes. Scales are those of the layers, or of the shard itself where those are not known.
+    The message of a rank: the scale of each weight in fp32, its amax bits in int32, parameters that are not in FP8,
+    weights, zeros up to a multiple of 16 bytes. Scales are those of the layers, or of the shard itself where those are
+    not known. What a layer then records is the amax that the weight had before.
 
     In FP8 only after a step in which the unit was gathered, and so seen: the same step on all ranks.
 
     Args:
         parts: the parameters of the unit, in its order.
-        group: the unit's ``FSDPParamGroup``.
+        plain: the unit's own all-gather, for what does not fit the parts.
     """
 
-    def __init__(self, parts: Sequence[_Part], group: Any) -> None:
+    def __init__(self, parts: Sequence[_Part], plain: Any) -> None:
         self._parts = parts
         self._numels = [part.numel for part in parts]
+        self._plain = plain
         self._linears = [part.linear for part in parts if part.linear is not None]
         self._first_steps: list[int] | None = None
         """In which the unit was first gathered, by the count of each layer's meter."""
         self._has_warned = False
-        self._plain = group._all_gather_comm
-        """For what does not fit the parts."""
-        self._records = False
-        # What is called from within it is called without gradients in any case.
-        self._unshard: Callable[..., None] = group.unshard
-        group.unshard = self._note_mode
-
-    def _note_mode(self, *args: Any, **kwargs: Any) -> None:
-        self._records = torch.is_grad_enabled() and not is_dry_run()
-        self._unshard(*args, **kwargs)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return cast(Tensor, self._plain.allocate(size, dtype=dtype, device=device))
@@ -135,6 +128,8 @@ class Fp8AllGather:
         fits = input_tensor.numel() == sum(self._numels) and input_tensor.dtype in _DTYPES
         if not fits or group.size() == 1 or not self._has_scales():
             self._warn(fits, input_tensor)
+            for linear in self._linears:
+                linear.meter.before_rounding.pop(WEIGHT, None)
             return cast("dist.Work | None", self._plain(output_tensor, input_tensor, group, async_op))
         message = self._pack(input_tensor)
         messages = message.new_empty(group.size(), len(message))
@@ -148,27 +143,28 @@ class Fp8AllGather:
         return all(step > first for step, first in zip(steps, self._first_steps, strict=True))
 
     def _pack(self, row: Tensor) -> Tensor:
-        scales, plain, weights = [], [], []
+        scales, amax, plain, weights = [], [], [], []
         for part, values in zip(self._parts, row.split_with_sizes(self._numels), strict=True):
             if part.linear is None:
                 plain.append(values.view(torch.uint8))
                 continue
-            meter = part.linear.meter
-            meter.move(values.device)
-            records = self._records and part.linear.training
-            fp8, scale = quantize(values, meter, WEIGHT, part.linear.recipe, records)
-            if records:  # and not again in the layer, which sees it rounded, and nothing of what is beyond the scale
-                meter.complete |= {WEIGHT}
+            part.linear.meter.move(values.device)
+            seen = Meter(part.linear.meter.tensors)  # of the shard alone
+            seen.move(values.device)
+            seen.scale = part.linear.meter.scale
+            fp8, scale = quantize(values, seen, WEIGHT, part.linear.recipe, records=True)
             scales.append(scale.view(1).view(torch.uint8))
+            amax.append(seen.amax[WEIGHT].view(1).view(torch.uint8))
             weights.append(fp8.view(torch.uint8))
-        message = torch.cat([*scales, *plain, *weights])
+        message = torch.cat([*scales, *amax, *plain, *weights])
         return torch.nn.functional.pad(message, (0, -len(message) % _ALIGNMENT))
 
     def _unpack(self, messages: Tensor, rows: Tensor) -> None:
         """From uint8, shape (world_size, message bytes), to shape (world_size, row_numel)."""
         num_weights = len(self._linears)
-        scales = messages[:, : _SCALE_BYTES * num_weights].view(torch.float32)
-        at_plain = _SCALE_BYTES * num_weights
+        at_amax, at_plain = _SCALE_BYTES * num_weights, 2 * _SCALE_BYTES * num_weights
+        scales = messages[:, :at_amax].view(torch.float32)
+        amax = messages[:, at_amax:at_plain].view(torch.int32).amax(dim=0)
         at_weight = at_plain + rows.element_size() * sum(part.numel for part in self._parts if part.linear is None)
         index = 0
         for part, values in zip(self._parts, rows.split_with_sizes(self._numels, dim=1), strict=True):
@@ -181,6 +177,7 @@ class Fp8AllGather:
                 part.linear.recipe.dtype_of(part.linear.meter.tensors[WEIGHT])
             )
             values.copy_(fp8.float() / scales[:, index, None])
+            part.linear.meter.before_rounding[WEIGHT] = amax[index]
             index, at_weight = index + 1, at_weight + part.numel
 
     def _warn(self, fits: bool, input_tensor: Tensor) -> None:

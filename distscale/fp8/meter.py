@@ -47,8 +47,8 @@ class Meter:
         """int64, shape (num_tensors,): values beyond the scale since the last step, of tensors that are sent."""
         self.num_steps = 0
         """That ended: the same on all ranks, as is all that follows from it."""
-        self.complete: frozenset[int] = frozenset()
-        """Tensors whose amax of this step is known already, from before they were rounded to be gathered."""
+        self.before_rounding: dict[int, Tensor] = {}
+        """Amax bits of tensors that were gathered in FP8, as they were before: int32, shape ()."""
 
     def move(self, device: torch.device) -> None:
         """To where the tensors are."""
@@ -60,14 +60,13 @@ class Meter:
 
     def record(self, index: int, bits: Tensor) -> None:
         """Raises an amax: int32 bits, shape (). Syncs host: no. Calling it twice for one tensor changes nothing."""
-        if index not in self.complete:
-            self.amax[index].copy_(torch.maximum(self.amax[index], bits))
+        bits = self.before_rounding.get(index, bits)
+        self.amax[index].copy_(torch.maximum(self.amax[index], bits))
 
     def clear(self) -> None:
         """Begins the next step. Syncs host: no."""
         self.amax.zero_()
         self.num_saturated.zero_()
-        self.complete = frozenset()
         self.num_steps += 1
 
 
