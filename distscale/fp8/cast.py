@@ -24,6 +24,9 @@ __all__ = ["cast", "quantize"]
 
 _PLAIN = {Tensor, Parameter}
 """Subclasses may keep their values elsewhere, or not have them yet."""
+_MODES = torch._C._TorchDispatchModeKey
+_TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+"""Modes in which new tensors have no memory, or each operator is to be seen."""
 
 
 def cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,7 +83,8 @@ def _scale(known: Tensor, bits: Tensor, dtype: torch.dtype, recipe: Recipe) -> T
 
 def _is_native(values: Tensor) -> bool:
     is_known = type(values) in _PLAIN and values.dtype in ROW_DTYPES and values.device.type in ("cpu", "cuda")
-    return is_known and not torch.compiler.is_compiling()
+    is_traced = torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(tracer) for tracer in _TRACERS)
+    return is_known and not is_traced
 
 
 def _natively(values: Tensor, scale: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from distscale.errors import ConfigError
@@ -440,6 +441,16 @@ def test_a_pass_on_meta_gives_the_shape_and_leaves_the_scales_alone() -> None:
     output = linear(torch.ones(3, 8, dtype=torch.bfloat16, device="meta"))
     assert output.shape == (3, 5) and output.dtype == torch.bfloat16 and output.device.type == "meta"
     assert linear.meter.scale.tolist() == [2.0] * 3
+
+
+def test_a_pass_with_fake_tensors_gives_the_shape_and_counts_nothing() -> None:
+    """As estimates of memory do; native code would write to memory that is not there."""
+    linear = converted(nn.Linear(8, 5))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        output = linear(torch.ones(3, 8))
+        output.sum().backward()
+    assert isinstance(output, FakeTensor) and output.shape == (3, 5)
+    assert not linear.meter.amax.any()
 
 
 def test_scales_that_move_in_inference_mode_serve_in_training() -> None:
