@@ -45,6 +45,8 @@ class _Buckets:
     def reduce(self, bucket: Any) -> None:
         """Replaces the gradients in a bucket by their averages over the ranks: the same bits on all of them."""
         world_size = self.group.size()
+        if world_size == 1:
+            return
         gradients: Sequence[Tensor] = bucket.gradients()
         pieces = [self.pieces[param] for param in bucket.parameters()]
         places = [gradient.view(-1) for gradient in gradients]
@@ -88,10 +90,16 @@ def hook_ddp(model: DistributedDataParallel, names: Mapping[nn.Parameter, str], 
         make: called with those that have gradients.
 
     Raises:
-        ConfigError: if the model has a hook already.
+        ConfigError: if the model has a hook already, or sparse gradients, which DDP gives to no hook.
     """
     if model._comm_hooks:
         raise ConfigError("this DDP model has a communication hook already, and can have only one")
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"the embedding {name or type(module).__name__} has sparse gradients, which cannot be sent in FP8: "
+                "make it with sparse=False"
+            )
     sender = make({name: param for param, name in names.items() if param.requires_grad})
     model.register_comm_hook(_Buckets(model, sender, names), _reduce_bucket)
 
@@ -114,13 +122,15 @@ def _reduce_flat(state: _Flat, unsharded: Tensor, shard: Tensor) -> None:
 
 
 def hook_fsdp1(model: FullyShardedDataParallel, make: SenderMaker) -> None:
-    """Registers the hook of an FSDP1 model, in blocks.
+    """Registers the hook of an FSDP1 model, in blocks; none at world size 1, where torch shards nothing.
 
     Raises:
         ConfigError: if a unit is not sharded, or hybrid, or has a process group or a hook of its own.
     """
+    group = model.process_group
+    assert group is not None
     for name, unit in model.named_modules():
-        if isinstance(unit, FullyShardedDataParallel):
+        if isinstance(unit, FullyShardedDataParallel) and group.size() > 1:
             state: Any = unit
             where = f"the FSDP1 unit {name or type(unit.module).__name__}"
             if state.sharding_strategy not in _SHARDED:
@@ -130,8 +140,8 @@ def hook_fsdp1(model: FullyShardedDataParallel, make: SenderMaker) -> None:
                 )
             if state._comm_hook is not None:
                 raise ConfigError(f"{where} has a communication hook already, and can have only one")
-            if state.process_group != model.process_group:
+            if state.process_group != group:
                 raise ConfigError(f"{where} has another process group than the model, and the hook is not told which")
     sender = make({_FLAT: nn.Parameter(torch.empty(0, device="meta"))})
-    assert model.process_group is not None
-    model.register_comm_hook(_Flat(model.process_group, sender), _reduce_flat)
+    if group.size() > 1:
+        model.register_comm_hook(_Flat(group, sender), _reduce_flat)

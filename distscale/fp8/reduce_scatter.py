@@ -90,11 +90,17 @@ def hook_fsdp2(model: nn.Module, names: Mapping[nn.Parameter, str], make: Sender
         make: called with the parameters of each unit.
 
     Raises:
-        ConfigError: if a unit has parameters on several meshes, or has an :class:`Fp8ReduceScatter` already.
+        ConfigError: if a unit has parameters on several meshes, or some that are not of ``model``, or has an
+            :class:`Fp8ReduceScatter` already.
     """
     for unit in list(_units(model)):
         (group,) = param_groups(unit)
         params = {param.sharded_param: param.padded_sharded_param_size.numel() for param in group.fsdp_params}
+        if any(param not in names for param in params):
+            raise ConfigError(
+                f"the FSDP2 unit of {type(model).__name__} has parameters of other modules, too, with which it was "
+                "sharded: give send_gradients_in_fp8 a module that has all of them, as the whole model"
+            )
         sender = make({names[param]: param for param in params})
         pieces = [Piece(names[param], numel, names[param] in sender.names) for param, numel in params.items()]
         unit.set_custom_reduce_scatter(cast(Any, Fp8ReduceScatter(sender, group, pieces)))

@@ -35,8 +35,8 @@ def one_loss(rank: int, **kwargs: Any) -> Callable[[nn.Module], list[Tensor]]:
     return lambda model: [model(batch(rank), **kwargs)]
 
 
-def two_losses(rank: int, first_uses_side: bool) -> Callable[[nn.Module], list[Tensor]]:
-    return lambda model: [model(batch(rank, 0), uses_side=first_uses_side), model(batch(rank, 1))]
+def two_losses(rank: int, *uses_side: bool) -> Callable[[nn.Module], list[Tensor]]:
+    return lambda model: [model(batch(rank, index), uses_side=uses_side[index]) for index in range(2)]
 
 
 def check(found: dict[str, float], bound: float = 0.03) -> None:
@@ -80,8 +80,9 @@ def accumulation(rank: int) -> None:
     for syncs_each in (True, False):
         for dtype in (None, torch.bfloat16):
             model = Blocks()
-            first_uses_side = dtype is not None  # else the first reduction of a unit lacks a parameter
-            expected = exact(model, two_losses(rank, first_uses_side), 1 / world_size)
+            # A reduction of a unit lacks a parameter; or one of its gradients is only of the micro-batch before.
+            uses_side = (False, True) if dtype is None else (True, syncs_each)
+            expected = exact(model, two_losses(rank, *uses_side), 1 / world_size)
             param_dtype = None if dtype is None else torch.float32
             shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=dtype))
             scales = new_scales()
@@ -89,7 +90,7 @@ def accumulation(rank: int) -> None:
             agree(scales)
             for index in range(2):
                 model.set_requires_gradient_sync(syncs_each or index == 1)  # type: ignore[operator]
-                model(batch(rank, index), uses_side=first_uses_side or index == 1).backward()
+                model(batch(rank, index), uses_side=uses_side[index]).backward()
             check(errors(model, expected))
             num_params = sum(param.numel() for param in model.parameters())
             num_values = sent.traffic.num_values * world_size / (world_size - 1)
@@ -162,6 +163,11 @@ def exemptions(rank: int) -> None:
     assert not scales.tensors  # all are small
     with pytest.raises(ConfigError, match="fully_shard"):
         send_gradients_in_fp8(Blocks(), new_scales())
+    both = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fully_shard([both[0], both[1]])
+    with pytest.raises(ConfigError, match="the FSDP2 unit of FSDPLinear has parameters of other modules"):
+        send_gradients_in_fp8(both[0], new_scales())
+    send_gradients_in_fp8(both, new_scales())
 
 
 def wide(rank: int) -> None:
@@ -220,6 +226,7 @@ def saturation(rank: int) -> None:
     assert set(before) == set(names)
     loss = model(batch(rank)) * (1000.0 if rank == 1 else 1.0)  # its gradients alone grow
     loss.backward()
+    model(batch(rank)).backward()  # another micro-batch, in which nothing saturates
     _, num_saturated = step(scales)
     assert (num_saturated > 0).all()
     after = scales_of(sent)
@@ -316,7 +323,7 @@ def hsdp(rank: int) -> None:
         step(scales)
     # A micro-batch that is summed within the shards alone, and one that is summed over the replicas, too.
     model.zero_grad()
-    expected = exact(Blocks(), two_losses(rank, True), 1 / 4)
+    expected = exact(Blocks(), two_losses(rank, True, True), 1 / 4)
     for index in range(2):
         model.set_requires_all_reduce(index == 1)  # type: ignore[operator]
         model(batch(rank, index)).backward()

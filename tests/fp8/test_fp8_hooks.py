@@ -128,7 +128,10 @@ def ddp_low_precision(rank: int) -> None:
         send_gradients_in_fp8(wrapped, new_scales())
         wrapped(x).square().sum().backward()
         assert errors(model, expected)["weight"] < 0.03
-        assert model.weight.grad.dtype == dtype  # type: ignore[union-attr]
+        grad = model.weight.grad
+        assert grad is not None and grad.dtype == dtype
+        # What is gathered in fp16 has more digits than bf16 holds.
+        assert torch.equal(grad.bfloat16().to(dtype), grad) == (dtype == torch.bfloat16)
 
 
 def ddp_not_finite(rank: int) -> None:
@@ -159,6 +162,9 @@ def ddp_mistakes(rank: int) -> None:
         send_gradients_in_fp8(nn.Linear(64, 64), new_scales())
     with pytest.raises(ConfigError, match="granularity='row'"):
         send_gradients_in_fp8(wrapped, new_scales(), granularity="row")  # type: ignore[arg-type]
+    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(64, 64, sparse=True), nn.Linear(64, 64)))
+    with pytest.raises(ConfigError, match="the embedding 0 has sparse gradients"):
+        send_gradients_in_fp8(sparse, new_scales())
 
 
 # ---------------------------------------------------------------- FSDP1
@@ -233,6 +239,32 @@ def fsdp1_mistakes(rank: int) -> None:
     whole = FSDP(nn.Linear(64, 64), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD)
     with pytest.raises(ConfigError, match="NO_SHARD"):
         send_gradients_in_fp8(whole, new_scales())
+    other = dist.new_group(range(dist.get_world_size()))
+    inner = FSDP(nn.Linear(64, 64), device_id=torch.device("cpu"), process_group=other)
+    nested = FSDP(nn.Sequential(inner, nn.Linear(64, 64)), device_id=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="has another process group than the model"):
+        send_gradients_in_fp8(nested, new_scales())
+
+
+def alone(rank: int) -> None:
+    """At world size 1 nothing is sent, so nothing is cast, nor refused."""
+    group = [dist.new_group([peer]) for peer in range(dist.get_world_size())][rank]
+
+    def in_fsdp1(model: nn.Module) -> nn.Module:
+        with pytest.warns(UserWarning, match="NO_SHARD"):
+            return FSDP(model, process_group=group, device_id=torch.device("cpu"), use_orig_params=True)
+
+    for wrap in (partial(DistributedDataParallel, process_group=group), in_fsdp1):
+        model = nn.Linear(64, 64)
+        exact = copy.deepcopy(model)
+        exact(torch.ones(1, 64)).square().sum().backward()
+        wrapped = wrap(model)
+        sent = send_gradients_in_fp8(wrapped, new_scales())
+        wrapped(torch.ones(1, 64)).square().sum().backward()
+        for param, expected in zip(wrapped.parameters(), exact.parameters(), strict=True):
+            assert param.grad is not None and expected.grad is not None
+            assert torch.equal(param.grad, expected.grad)
+        assert sent.traffic.num_bytes == 0
 
 
 # ---------------------------------------------------------------- error feedback
@@ -390,7 +422,7 @@ def test_ddp() -> None:
 
 
 def test_fsdp1() -> None:
-    run_ranks(cases, 2, [fsdp1, fsdp1_not_finite, fsdp1_mistakes], timeout_s=110.0)
+    run_ranks(cases, 2, [fsdp1, fsdp1_not_finite, fsdp1_mistakes, alone], timeout_s=110.0)
 
 
 def test_what_rounding_takes_away() -> None:
