@@ -380,7 +380,7 @@ def feedback_after_a_skip(rank: int) -> None:
             grad[5, 5] = math.inf if is_bad and rank == 0 else 1.0 + index
             model(grad, uses_second).backward()
         bits, _ = scales.collect(torch.device("cpu"))
-        scales.finish_step(bits, torch.tensor(float(is_bad)), torch.ones(()), torch.tensor(0.5 if is_bad else 1.0))
+        scales.finish_step(bits, torch.tensor(float(is_bad)), torch.ones(()), torch.tensor(0.5 if is_bad else 2.0))
         scales.clear()
         state = sender.feedback.state_dict()  # type: ignore[union-attr]
         assert state.keys() == {"first.weight", "second.weight"}
