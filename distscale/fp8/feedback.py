@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from distscale.errors import ConfigError
 from distscale.fp8.wire import Layout
 from distscale.fp8.wire_reference import dequantize
 
@@ -44,7 +45,11 @@ class Feedback:
         self._carry *= (next_loss_scale / loss_scale).to(self._carry.device, non_blocking=True)
 
     def add(self, rows: Tensor, layout: Layout) -> Tensor:
-        """The gradients with their residuals: fp32, shape (world_size, row_numel)."""
+        """The gradients with their residuals: fp32, shape (world_size, row_numel).
+
+        Raises:
+            ConfigError: if residuals were loaded that another layout has left.
+        """
         rows = rows.to(torch.float32, copy=True)
         self._carry = self._carry.to(rows.device)
         for segment in layout.in_fp8:
@@ -53,7 +58,13 @@ class Feedback:
             if name in self._pending:  # of another micro-batch
                 values += self._pending[name]
             elif name in self.residuals:
-                values += self._carried(name, self.residuals[name].to(rows.device))
+                residual = self.residuals[name].to(rows.device)
+                if residual.shape != values.shape:
+                    raise ConfigError(
+                        f"the residuals of {name} are of gradients that were sharded otherwise: of shape "
+                        f"{tuple(residual.shape)}, not {tuple(values.shape)}; do not load them into another layout"
+                    )
+                values += self._carried(name, residual)
         return rows
 
     def keep(self, rows: Tensor, layout: Layout, messages: Tensor) -> None:

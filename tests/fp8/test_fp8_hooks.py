@@ -347,6 +347,9 @@ def goes_on(sent: SentGradients, wrap: Any) -> None:
         assert not any(sender.feedback.state_dict() for sender in again.senders)  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=re.escape("this is not the state of gradients sent from 1 units")):
         again.load_state_dict({**state, "num_calls": [1, 2]})
+    again.senders[0].feedback.load_state_dict({"weight": torch.ones(1, 64 * 64)})  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="the residuals of weight are of gradients that were sharded otherwise"):
+        model(torch.ones(64, 64)).backward()
     shutil.rmtree(folders[0], ignore_errors=True)
 
 
