@@ -394,6 +394,32 @@ def feedback_after_a_skip(rank: int) -> None:
         assert not torch.equal(residuals[2][name], residuals[1][name])
 
 
+def feedback_of_micro_batches(rank: int) -> None:
+    """What was reduced, and what is left on all ranks, are what there was, over several steps of several reductions."""
+    model = fully_shard(Given())
+    scales = new_scales()
+    (sender,) = send_gradients_in_fp8(model, scales, error_feedback=True).senders
+    agree(scales)
+    expected, found = torch.zeros(64, 64), torch.zeros(64, 64)
+    for _ in range(2):
+        model.zero_grad()
+        for index in range(3):
+            grad = constant(rank) * (1 + index / 16)
+            expected += grad
+            model(grad).backward()
+        (param,) = model.parameters()
+        found += param.grad.full_tensor() * dist.get_world_size()  # type: ignore[union-attr]
+        bits, _ = scales.collect(torch.device("cpu"))
+        scales.clear()
+        dist.all_reduce(bits, dist.ReduceOp.MAX)
+        scales.finish_step(bits, *[torch.tensor(value) for value in (0.0, 1.0, 1.0)])
+    left = sender.feedback.state_dict()["weight"].view(64, 64)  # type: ignore[union-attr]
+    dist.all_reduce(left)
+    dist.all_reduce(expected)
+    assert (left.abs() > 0.01).float().mean() > 0.9
+    torch.testing.assert_close(found + left, expected)
+
+
 def stochastic(rank: int) -> None:
     """Ranks and steps round differently, so their mean is right."""
     model = fully_shard(Given())
@@ -429,7 +455,7 @@ def test_fsdp1() -> None:
 
 
 def test_what_rounding_takes_away() -> None:
-    run_ranks(cases, 2, [feedback, feedback_after_a_skip, stochastic], timeout_s=110.0)
+    run_ranks(cases, 2, [feedback, feedback_after_a_skip, feedback_of_micro_batches, stochastic], timeout_s=110.0)
 
 
 def test_on_four_ranks() -> None:
