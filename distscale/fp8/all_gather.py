@@ -35,9 +35,9 @@ def gather_weights_in_fp8(model: nn.Module) -> None:
 
     A layer casts its weight in any case; by the scale that the ranks have agreed on, what is gathered so gives the same
     products, for one byte a value. Without a scale a shard would be cast by its own amax, and again by that of the
-    whole: so the weights of a unit are gathered as they are in its first step. (A weight
-    that is nothing but zeros then, or whose layer does not run, has no scale after it either, and ``CurrentScaling``
-    never has one: they are rounded twice.)
+    whole: so the weights of a unit are gathered as they are in its first step. (A weight of zeros alone, or whose
+    layer does not run then, has none after it either, and ``CurrentScaling`` never has: they are rounded twice.) A
+    compiled layer is compiled once more after that step.
 
     Gathered as they are, too: all other parameters; a weight that more than one module has, for not all of them may
     multiply in FP8; and what is gathered after ``reshard_after_forward`` to another number of ranks than all.
