@@ -22,6 +22,7 @@ import yaml
 from hypothesis import given
 
 from distscale import ConfigError, cli, policy
+from distscale.commands import texts
 from distscale.config import ScalerSection, load_config
 from distscale.convert import FORMATS, convert, recognize, sources
 from distscale.convert.rule import ScalingRule, differences
