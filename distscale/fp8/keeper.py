@@ -87,7 +87,8 @@ class Fp8Scales:
         for tensor in tensors:
             if tensor.name in self._metered:
                 raise ConfigError(
-                    f"there is an FP8 tensor {tensor.name!r} already; give this model a prefix= of its own, or convert it once"
+                    f"there is an FP8 tensor {tensor.name!r} already; give this model a prefix= of its own, or "
+                    "convert it once"
                 )
         self._metered |= {tensor.name: tensor for tensor in tensors}
         meter = Meter(tensors)
