@@ -128,8 +128,6 @@ class Fp8AllGather:
         fits = input_tensor.numel() == sum(self._numels) and input_tensor.dtype in _DTYPES
         if not fits or group.size() == 1 or not self._has_scales():
             self._warn(fits, input_tensor)
-            for linear in self._linears:
-                linear.meter.before_rounding.pop(WEIGHT, None)
             return cast("dist.Work | None", self._plain(output_tensor, input_tensor, group, async_op))
         message = self._pack(input_tensor)
         messages = message.new_empty(group.size(), len(message))
