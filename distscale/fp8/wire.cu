@@ -19,28 +19,10 @@ constexpr int kThreads = DISTSCALE_THREADS;
 constexpr int kWarps = kThreads / 32;
 constexpr int kQuad = 4;       // values of a thread
 constexpr int kInFlight = 4;   // quads that a thread loads at once
-constexpr u32 kWholeWarp = 0xffffffffu;
 constexpr u32 kNan = 0x7f;  // in either format; its sign means nothing
 static_assert(32 * kQuad == kBlock, "a warp takes a block");
 
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
-
-__device__ __forceinline__ u32 warp_max(u32 value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(kWholeWarp, value);
-#else
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2)
-    value = larger(value, __shfl_xor_sync(kWholeWarp, value, distance));
-  return value;
-#endif
-}
-
-__device__ __forceinline__ u32 warp_sum(u32 value) {
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(kWholeWarp, value, distance);
-  return value;
-}
 
 // ---------------------------------------------------------------- values in rows
 
@@ -114,15 +96,6 @@ __device__ __forceinline__ void raise(u32* cell, u32 value) {
 }
 
 // ---------------------------------------------------------------- to FP8
-
-// rounding.py: random_bits.
-__device__ __forceinline__ u32 mixed(u32 word) {
-  word ^= word >> 16;
-  word *= 0x7feb352du;
-  word ^= word >> 15;
-  word *= 0x846ca68bu;
-  return word ^ word >> 16;
-}
 
 // rounding.py: round_stochastically, of a magnitude up to the largest of the format; as a code.
 template <class Small>

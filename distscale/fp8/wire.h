@@ -98,6 +98,18 @@ DISTSCALE_FN float scale_inv_of_exponent(u8 exponent) {
   return float_of(exponent == 255 ? kInfBits | 1u << 22 : static_cast<u32>(exponent) << 23);
 }
 
+// ---------------------------------------------------------------- stochastic rounding
+
+// rounding.py: random_bits; of a word, or of a vector of words.
+template <class Word>
+DISTSCALE_FN Word mixed(Word word) {
+  word ^= word >> 16;
+  word *= 0x7feb352du;
+  word ^= word >> 15;
+  word *= 0x846ca68bu;
+  return word ^ word >> 16;
+}
+
 // ---------------------------------------------------------------- a message but for its values
 
 // The zeros after the values of a segment, up to the next one.

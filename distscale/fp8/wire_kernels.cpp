@@ -41,15 +41,6 @@ inline U32 indices() {
   return lanes;
 }
 
-// rounding.py: random_bits.
-inline U32 mixed(U32 word) {
-  word ^= word >> 16;
-  word *= 0x7feb352du;
-  word ^= word >> 15;
-  word *= 0x846ca68bu;
-  return word ^ word >> 16;
-}
-
 // rounding.py: round_stochastically, of magnitudes up to the largest of the format; as codes.
 template <class Format>
 inline U32 narrow_randomly(U32 magnitudes, U32 random) {

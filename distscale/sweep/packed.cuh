@@ -23,6 +23,26 @@ __device__ __forceinline__ T* in_global_memory(T* pointer) {
 
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
+constexpr u32 kWholeWarp = 0xffffffffu;
+
+template <class T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(kWholeWarp, value, distance);
+  return value;
+}
+
+__device__ __forceinline__ u32 warp_max(u32 value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(kWholeWarp, value);
+#else
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2)
+    value = larger(value, __shfl_xor_sync(kWholeWarp, value, distance));
+  return value;
+#endif
+}
+
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   u32 both;

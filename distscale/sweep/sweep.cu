@@ -12,7 +12,6 @@ namespace {
 
 constexpr int kWarps = kThreads / 32;
 constexpr i64 kFewGroups = 16;  // of sums, each of which is worth a round of the last block
-constexpr u32 kWholeWarp = 0xffffffffu;
 
 // Mirrored in cuda.py.
 struct Chunk {
@@ -45,24 +44,6 @@ struct Shared {
   double sums[2][kWarps];
   bool is_last;
 };
-
-template <class T>
-__device__ __forceinline__ T warp_sum(T value) {
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(kWholeWarp, value, distance);
-  return value;
-}
-
-__device__ __forceinline__ u32 warp_max(u32 value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(kWholeWarp, value);
-#else
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2)
-    value = larger(value, __shfl_xor_sync(kWholeWarp, value, distance));
-  return value;
-#endif
-}
 
 __device__ __forceinline__ void add_count(const Sweep& sweep, i32 slot, Count column, u32 count) {
   if (!__any_sync(kWholeWarp, count != 0)) return;
