@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distscale.errors import ConfigError
-from distscale.fp8.cast import quantize
+from distscale.fp8.cast import cast_by_own_amax
 from distscale.fp8.linear import Fp8Linear
-from distscale.fp8.meter import Meter
 from distscale.fp8.product import WEIGHT
 
 __all__ = ["Fp8AllGather", "gather_weights_in_fp8"]
@@ -146,13 +145,13 @@ class Fp8AllGather:
             if part.linear is None:
                 plain.append(values.view(torch.uint8))
                 continue
-            part.linear.meter.move(values.device)
-            seen = Meter(part.linear.meter.tensors)  # of the shard alone
-            seen.move(values.device)
-            seen.scale = part.linear.meter.scale
-            fp8, scale = quantize(values, seen, WEIGHT, part.linear.recipe, records=True)
+            meter, recipe = part.linear.meter, part.linear.recipe
+            meter.move(values.device)
+            fp8, scale, bits = cast_by_own_amax(
+                values, recipe.dtype_of(meter.tensors[WEIGHT]), recipe, meter.scale[WEIGHT]
+            )
             scales.append(scale.view(1).view(torch.uint8))
-            amax.append(seen.amax[WEIGHT].view(1).view(torch.uint8))
+            amax.append(bits.view(1).view(torch.uint8))
             weights.append(fp8.view(torch.uint8))
         message = torch.cat([*scales, *amax, *plain, *weights])
         return torch.nn.functional.pad(message, (0, -len(message) % _ALIGNMENT))

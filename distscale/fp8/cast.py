@@ -20,7 +20,7 @@ from distscale.fp8.scales import bits_of_amax, scale_of_amax
 from distscale.fp8.wire import Layout, Piece, make_layout
 from distscale.fp8.wire_plan import ROW_DTYPES
 
-__all__ = ["cast", "quantize"]
+__all__ = ["cast", "cast_by_own_amax", "quantize"]
 
 _PLAIN = {Tensor, Parameter}
 """Subclasses may keep their values elsewhere, or not have them yet."""
@@ -63,17 +63,32 @@ def quantize(values: Tensor, meter: Meter, index: int, recipe: Recipe, records: 
         with inf or NaN, is scaled by 1.
     """
     dtype = recipe.dtype_of(meter.tensors[index])
-    known = meter.scale[index]
-    if _is_native(values):
-        fp8, bits = _natively(values, known, dtype, recipe)
-        scale = _scale(known, bits, dtype, recipe)
-    else:
-        bits = bits_of_amax(values)
-        scale = _scale(known, bits, dtype, recipe)
-        fp8 = cast(values, scale, dtype)
+    fp8, scale, bits = cast_by_own_amax(values, dtype, recipe, meter.scale[index])
     if records:
         meter.record(index, bits)
     return fp8, scale
+
+
+def cast_by_own_amax(
+    values: Tensor, dtype: torch.dtype, recipe: Recipe, known: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Casts by the scale that follows from the amax of ``values``, or by one that is known. Syncs host: no.
+
+    Args:
+        values: fp64, fp32, fp16 or bf16, any shape.
+        known: fp32, shape (): the scale, or 0 for none.
+
+    Returns:
+        FP8 values, the scale that they carry (fp32, shape ()), and the amax bits of ``values`` (int32, shape ()).
+    """
+    if known is None:
+        known = torch.zeros((), device=values.device)
+    if _is_native(values):
+        fp8, bits = _natively(values, known, dtype, recipe)
+        return fp8, _scale(known, bits, dtype, recipe), bits
+    bits = bits_of_amax(values)
+    scale = _scale(known, bits, dtype, recipe)
+    return cast(values, scale, dtype), scale, bits
 
 
 def _scale(known: Tensor, bits: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from distscale.errors import ConfigError
-from distscale.fp8.cast import cast
+from distscale.fp8.cast import cast_by_own_amax
 from distscale.fp8.recipe import CurrentScaling
-from distscale.fp8.scales import bits_of_amax, scale_of_amax
 from distscale.shards import Fp8Shard, is_dtensor, is_partial
 
 __all__ = ["keep_gradients_in_fp8"]
@@ -63,7 +62,6 @@ def _keep(param: Tensor) -> None:
     kept: Fp8Shard | None = getattr(param, "fp8_grad", None)
     if kept is not None:
         values = values + kept.dequantized()
-    amax = bits_of_amax(values).view(torch.float32)
-    scale = scale_of_amax(amax, torch.finfo(_DTYPE).max, CurrentScaling(), otherwise=1.0)
-    param.fp8_grad = Fp8Shard(cast(values, scale, _DTYPE), scale.reciprocal(), grad)  # type: ignore[attr-defined]
+    fp8, scale, _ = cast_by_own_amax(values, _DTYPE, CurrentScaling())
+    param.fp8_grad = Fp8Shard(fp8, scale.reciprocal(), grad)  # type: ignore[attr-defined]
     param.grad = None
