@@ -11,15 +11,15 @@ from pathlib import Path
 __all__ = ["run_in_session", "tiny_config"]
 
 
-def tiny_config(num_steps: int, rest: str, name: str = "tiny") -> str:
+def tiny_config(num_steps: int, rest: str, name: str = "tiny", layers: int = 1, width: int = 32) -> str:
     """Returns the TOML of a run on text.txt that takes milliseconds a step; ``rest`` goes on in its section [train]."""
     return f"""
 [run]
 name = "{name}"
 steps = {num_steps}
 [model]
-layers = 1
-width = 32
+layers = {layers}
+width = {width}
 heads = 2
 sequence = 32
 [data]

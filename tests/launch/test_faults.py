@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from forked_ranks import output_of
-from sessions import run_in_session
+from sessions import run_in_session, tiny_config
 from test_pretrain import LASTING
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -36,23 +36,10 @@ RANKS = range(4)
 NUM_STEPS = 30
 SLOW_S = 0.5
 DEADLINE_S = 300.0
-CONFIG = f"""
-[run]
-name = "struck"
-steps = {NUM_STEPS}
-[model]
-layers = 1
-width = 32
-heads = 2
-sequence = 32
-[data]
-path = "text.txt"
-[train]
-batch = 4
-lr = 1e-2
-warmup = 2
+CONFIG = tiny_config(
+    NUM_STEPS,
+    f"""
 eval_every = 0
-eval_batches = 2
 checkpoint_every = 5
 profile_every = 0
 [parallel]
@@ -67,7 +54,9 @@ inject = [
   "-inf step=6 rank=3 tensor=blocks.0.mlp_in.weight",
   "slow step=7 rank=0 seconds={SLOW_S}",
 ]
-"""
+""",
+    name="struck",
+)
 LOST_PEER = r"the exchange of a step failed\. A peer died"
 # One life after another: the fault, the step of the errors, and by rank what they say. A checkpoint is certainly
 # complete by then, that of step 5, and a later one may be on its way to the disk. In the life of the cut checkpoint

@@ -11,32 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sessions import run_in_session
+from sessions import run_in_session, tiny_config
+from test_pretrain import LASTING, SENTENCE, record
 
 from distscale import ConfigError
 from distscale.config import load_config
 
 ROOT = Path(__file__).parents[2]
-SENTENCE = "Pack my box with five dozen liquor jugs; the quick onyx goblin jumps over the lazy dwarf.\n"
 NUM_STEPS = 40
-LASTING = ("step", "skipped", "scale", "next_scale", "grad_norm", "clip_coef", "culprit", "loss", "lr", "applied")
-CONFIG = f"""
-[run]
-name = "tiny"
-steps = {NUM_STEPS}
-[model]
-layers = 2
-width = 64
-heads = 2
-sequence = 32
-[data]
-path = "text.txt"
-[train]
-batch = 4
+CONFIG = tiny_config(
+    NUM_STEPS,
+    """
 accumulation = 2
-lr = 1e-2
-warmup = 2
-eval_batches = 2
 checkpoint_every = 20
 profile_every = 0
 [parallel]
@@ -50,7 +36,10 @@ max_norm = 1.0
 [fp8]
 linears = true
 gradients = true
-"""
+""",
+    layers=2,
+    width=64,
+)
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,12 +54,11 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
-    return [{key: row[key] for key in LASTING} for row in rows]
+    return [{key: row[key] for key in LASTING} for row in record(run)]
 
 
 def test_it_learns_and_resumes_bitwise_and_is_compared(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(SENTENCE * 400)
+    (tmp_path / "text.txt").write_bytes(SENTENCE * 400)
     (tmp_path / "tiny.toml").write_text(CONFIG)
     whole = launch(tmp_path)
     assert whole.returncode == 0, whole.stdout
