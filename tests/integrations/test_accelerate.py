@@ -194,6 +194,7 @@ def c18(rank: int) -> dict[str, Any]:
             accelerator = _trained(kind, name)
             states = [accelerator.scaler.state_dict()]
             accelerator.save_state(str(path))
+            accelerator.wait_for_everyone()  # every rank has written the one scaler.pt, and a peer's may be half of it
             states.append(accelerator.scaler.state_dict())
             states.append(torch.load(path / "scaler.pt"))
             errors = [error_of(lambda path=path, run=accelerator: run.load_state(str(path)))]  # type: ignore[misc]
