@@ -196,14 +196,17 @@ class Fp8Scales:
     def load_state_dict(self, state: Mapping[str, str], reset: bool = False) -> None:
         """Restores the histories, on any number of ranks, after the model was converted. Collective: no.
 
-        A shorter history keeps the newest entries of a longer one. Tensors that the state does not know begin without a
+        Another ``amax_history_len`` may be given: a shorter history keeps the newest entries, a longer one has room for
+        more. Any other difference of the recipes is an error. Tensors that the state does not know begin without a
         history, as in a new run. The scaler does this for its own state, and hands out the scales that follow.
 
         Args:
-            reset: begin without histories if the state is of another recipe, instead of raising.
+            reset: begin without histories if the state is of another recipe, instead of raising. Of a scaler's state
+                one takes ``"fp8"`` out for that.
 
         Raises:
-            ConfigError: if the state is not one, is of another recipe, or holds impossible values.
+            ConfigError: if the state is not one, is of another recipe (it names the fields with both values), or holds
+                impossible values. Nothing is changed then.
         """
         self._loaded = saved.decode(self.recipe, state, reset)
         if not self._table.tensors:  # until the ranks agree

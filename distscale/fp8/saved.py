@@ -20,8 +20,8 @@ from distscale.policy import is_number
 __all__ = ["decode", "encode", "split"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_MAY_DIFFER = {"amax_history_len", "amax_compute_algo", "margin", "power_of_two"}
-"""A history is as true under another rule of reading it."""
+_MAY_DIFFER = "amax_history_len"
+"""Of a longer or shorter history the newest entries say the same. By all else in a recipe the scales would jump."""
 
 
 def encode(recipe: Recipe, histories: Mapping[str, Sequence[float]]) -> dict[str, str]:
@@ -39,15 +39,13 @@ def decode(recipe: Recipe, state: Mapping[str, str], reset: bool) -> dict[str, l
     """
     if not isinstance(state, Mapping) or set(state) != {"recipe", "amax_history"}:
         raise ConfigError("this is not the state of FP8 scales: it must have 'recipe' and 'amax_history', and no more")
-    mine, theirs = recipe.as_dict(), _read(state, "recipe")
-    differing = [key for key in sorted({*mine, *theirs} - _MAY_DIFFER) if mine.get(key) != theirs.get(key)]
+    differing = _differences(_read(state, "recipe"), recipe.as_dict())
     if differing and reset:
         return {}
     if differing:
-        found = ", ".join(f"{key}={theirs.get(key)!r} and not {mine.get(key)!r}" for key in differing)
         raise ConfigError(
-            f"the saved FP8 scales are of another recipe: {found}; use that recipe, or load with reset=True to begin "
-            "without a history"
+            f"the saved FP8 scales are of another recipe: {'; '.join(differing)}. Use that recipe; or begin without "
+            "histories: by reset=True of Fp8Scales.load_state_dict(), or by taking 'fp8' out of a scaler's state"
         )
     histories = _read(state, "amax_history")
     for name, history in histories.items():
@@ -78,6 +76,21 @@ def split(state: Mapping[str, Any], recipe: Recipe | None) -> tuple[Mapping[str,
         )
     decode(recipe, histories, reset=False)
     return {key: value for key, value in state.items() if key != "fp8"}, histories
+
+
+def _differences(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """In what the recipes differ. A field that one of them lacks must not come to mean a default."""
+    is_same_kind = saved.get("recipe") == mine["recipe"]
+    keys = {*saved, *mine} if is_same_kind else {"recipe", *(saved.keys() & mine.keys())}
+    return [
+        f"{_said(saved, key)} in the state, {_said(mine, key)} here"
+        for key in sorted(keys)
+        if _said(saved, key) != _said(mine, key) and not (key == _MAY_DIFFER and key in saved)
+    ]
+
+
+def _said(recipe: Mapping[str, Any], key: str) -> str:
+    return f"{key}={recipe[key]!r}" if key in recipe else f"no {key}"
 
 
 def _read(state: Mapping[str, str], key: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""FP8 scales as pure functions, and their histories over steps, ranks and restarts."""
+"""FP8 scales as pure functions, and their histories over steps and ranks."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scale_job import Job
 from torch import nn
 from torch.optim import SGD
 
@@ -77,47 +77,6 @@ def test_a_wrong_argument_of_a_recipe_is_named(arguments: dict[str, Any], named:
 
 def run_threads(rank_main: Callable[[int, Any], Any], world_size: int) -> list[Any]:
     return ThreadRanks(world_size).run(lambda reducer: rank_main(reducer.rank, reducer))
-
-
-class Job:
-    """One rank: a parameter whose gradient is set by hand, and an input, a weight and a gradient in FP8."""
-
-    def __init__(
-        self, recipe: Any = None, reducer: Any = None, names: tuple[str, ...] = ("layer",), **arguments: Any
-    ) -> None:
-        self.scales = Fp8Scales(recipe or DelayedScaling("HYBRID", amax_history_len=4))
-        self.meter = self.scales.meter(
-            [Metered(f"{name}.{what}", what == "grad") for name in names for what in ("input", "weight", "grad")]
-        )
-        self.param = nn.Parameter(torch.zeros(2))
-        self.optimizer = SGD([self.param], lr=1.0)
-        self.scaler = DistributedGradScaler(
-            "cpu",
-            **{"init_scale": 8.0, "growth_interval": 1000, **arguments},
-            names={"layer.bias": self.param},
-            fp8=self.scales,
-            reducer=reducer or LocalReducer(),
-        )
-
-    def see(self, *amax: float) -> None:
-        """One micro-batch, in which the tensors have these amax values, that of the gradient with the loss scale."""
-        for index, value in enumerate(amax):
-            self.meter.record(index, bits_of_amax(torch.tensor([value, 0.0])))
-
-    def step(self, gradient: float = 1.0) -> Any:
-        loss = self.scaler.scale(torch.tensor(1.0))
-        self.param.grad = torch.full((2,), gradient) * loss
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.last_step
-
-    @property
-    def histories(self) -> dict[str, list[float]]:
-        return json.loads(self.scales.state_dict()["amax_history"])  # type: ignore[no-any-return]
-
-    @property
-    def scale(self) -> list[float]:
-        return self.meter.scale.tolist()
 
 
 def test_one_commit_a_step_over_all_micro_batches() -> None:
@@ -342,120 +301,6 @@ def test_tensors_that_come_later() -> None:
     for histories, scale in run_threads(rank_main, 2):
         assert (histories["late"], histories["layer.input"]) == ([3.0], [3.0, 7.0])
         assert scale == [128.0]
-
-
-# ---------------------------------------------------------------- restarts
-
-
-def _trained() -> Job:
-    job = Job()
-    for amax in (7.0, 3.0, 1.0):
-        job.see(amax, 2.0, 8.0 * amax)
-        job.step()
-    return job
-
-
-def test_scales_come_back_before_the_first_step() -> None:
-    old = _trained()
-    state = json.loads(json.dumps(old.scaler.state_dict()))
-    new = Job()
-    new.scaler.load_state_dict(state)
-    assert new.scale == old.scale
-    for job in (old, new):
-        job.see(1.0, 2.0, 3.0)
-        job.step()
-    assert new.scaler.state_dict() == old.scaler.state_dict()
-    assert new.scale == old.scale
-
-
-def test_scales_come_back_on_other_ranks() -> None:
-    state = _trained().scaler.state_dict()
-
-    def rank_main(rank: int, reducer: Any) -> Any:
-        job = Job(reducer=reducer, names=("layer",) if rank else ())
-        job.scaler.load_state_dict(state)
-        job.see(*(1.0, 2.0, 3.0) if rank else ())
-        job.step()
-        return job.histories
-
-    alone = Job()
-    alone.scaler.load_state_dict(state)
-    alone.see(1.0, 2.0, 3.0)
-    alone.step()
-    assert run_threads(rank_main, 3) == [alone.histories] * 3
-
-
-@pytest.mark.parametrize(("length", "expected"), [(2, [1.0, 3.0]), (8, [1.0, 3.0, 7.0])])
-def test_another_length_keeps_the_newest(length: int, expected: list[float]) -> None:
-    job = Job(DelayedScaling(amax_history_len=length))
-    job.scaler.load_state_dict(_trained().scaler.state_dict())
-    job.step()
-    assert job.histories["layer.input"] == expected
-
-
-def test_another_recipe_is_an_error_or_a_reset() -> None:
-    state = _trained().scaler.state_dict()
-    for recipe, named in ((DelayedScaling("E4M3"), "fp8_format='HYBRID'"), (CurrentScaling(), "recipe='delayed'")):
-        job = Job(recipe)
-        before = job.scaler.state_dict()
-        with pytest.raises(ConfigError, match=named):
-            job.scaler.load_state_dict(state)
-        assert job.scaler.state_dict() == before
-        job.scales.load_state_dict(state["fp8"], reset=True)
-        assert job.histories == {}
-
-
-def test_a_state_is_taken_back_in_the_same_process() -> None:
-    job = _trained()
-    state, scale = job.scaler.state_dict(), job.scale
-    job.see(1000.0, 1000.0, 1000.0)
-    job.scaler.load_state_dict(state)
-    assert job.scale == scale
-    job.step()
-    assert job.histories == json.loads(state["fp8"]["amax_history"])
-    without = DistributedGradScaler("cpu", init_scale=32.0, growth_interval=1000, reducer=LocalReducer()).state_dict()
-    job.scaler.load_state_dict(without)
-    assert (job.histories, job.scale) == ({}, [0.0, 0.0, 0.0])
-
-
-def test_histories_of_tensors_that_are_not_there_are_kept() -> None:
-    state = _trained().scaler.state_dict()
-    job = Job(names=("other",))
-    job.scaler.load_state_dict(state)
-    job.see(5.0)
-    job.step()
-    assert job.histories == {**json.loads(state["fp8"]["amax_history"]), "other.input": [5.0]}
-
-
-def test_a_state_of_a_run_without_fp8_and_of_one_with() -> None:
-    plain = DistributedGradScaler("cpu", init_scale=32.0, growth_interval=1000, reducer=LocalReducer())
-    job = Job()
-    job.scaler.load_state_dict(plain.state_dict())
-    assert (job.scaler.get_scale(), job.histories) == (32.0, {})
-    with pytest.raises(ConfigError, match="made without fp8="):
-        plain.load_state_dict(job.scaler.state_dict())
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "{}",
-        {"recipe": "{}"},
-        {"recipe": "nothing", "amax_history": "{}"},
-        {"amax_history": '{"layer.input": [-1.0]}'},
-        {"amax_history": '{"layer.input": [NaN]}'},
-        {"amax_history": '{"layer.input": [1e39]}'},
-        {"amax_history": '{"layer.input": 1.0}'},
-        {"amax_history": "[]"},
-    ],
-)
-def test_an_impossible_state_changes_nothing(broken: Any) -> None:
-    job = Job()
-    state = job.scaler.state_dict()
-    whole = state["fp8"] | broken if isinstance(broken, dict) and "amax_history" in broken else broken
-    with pytest.raises(ConfigError, match="FP8 scales"):
-        job.scaler.load_state_dict({**state, "scale": 64.0, "fp8": whole})
-    assert job.scaler.state_dict() == state
 
 
 def test_mistakes() -> None:
