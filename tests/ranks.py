@@ -1,6 +1,6 @@
-"""Many ranks in one test: as spawned processes (the truth) or as threads (for volume, see ``rank_threads``).
+"""Many ranks in one test: as processes (the truth) or as threads (for volume, see ``rank_threads``).
 
-    def sums(rank: int, start: int) -> int:          # at module level, so that a spawned process finds it
+    def sums(rank: int, start: int) -> int:          # at module level, so that every process finds it
         value = torch.tensor(start + rank)
         dist.all_reduce(value)
         return int(value)
@@ -8,7 +8,8 @@
     def test_sums() -> None:
         assert run_ranks(sums, 2, 10) == [21, 21]
 
-A start costs seconds, nearly all of it ``import torch``: let one call run many cases.
+The processes are forked from a server that has imported torch and nothing has run in. A start still costs a good part
+of a second: let one call run many cases.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,12 +43,17 @@ _STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 is left to tests of preemption
 _STACK_WAIT_S = 2.0
 _ORPHAN_S = 30.0
 
+_context = multiprocessing.get_context("forkserver")
+# What most ranks import anyway, seconds of it. Nothing that starts a thread, reads the environment or looks for a GPU.
+_context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"])
+
 
 @dataclass(frozen=True)
 class _Job:
     """What a rank needs to know; travels to it as an argument of the process."""
 
     call: bytes  # pickled (fn, args): torch's own pickler would put tensors into memory that all ranks share
+    environment: Mapping[str, str]  # the caller's: that of the server is of the time of its start
     rank: int
     world_size: int
     folder: Path
@@ -70,7 +76,7 @@ def run_ranks(
     group_timeout_s: float = 20.0,
     take_down: bool = True,
 ) -> list[Any]:
-    """Runs ``fn(rank, *args)`` in ``world_size`` spawned processes and returns what they return, by rank.
+    """Runs ``fn(rank, *args)`` in ``world_size`` processes and returns what they return, by rank.
 
     Each process uses one torch thread and has RANK, LOCAL_RANK and WORLD_SIZE in its environment. Arguments and
     results are pickled: a rank gets a copy of its own. What a rank prints appears in the output of the test.
@@ -91,13 +97,13 @@ def run_ranks(
     """
     deadline = time.monotonic() + timeout_s
     call = pickle.dumps((fn, args))
-    context = multiprocessing.get_context("spawn")
+    environment, group = dict(os.environ), backend if init else None
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         jobs = [
-            _Job(call, rank, world_size, Path(folder), backend if init else None, group_timeout_s, timeout_s, take_down)
+            _Job(call, environment, rank, world_size, Path(folder), group, group_timeout_s, timeout_s, take_down)
             for rank in range(world_size)
         ]
-        processes = [context.Process(target=_rank_main, args=(job,), daemon=True) for job in jobs]
+        processes = [_context.Process(target=_rank_main, args=(job,), daemon=True) for job in jobs]
         late: dict[int, str] = {}
         try:
             for process in processes:
@@ -113,7 +119,7 @@ def run_ranks(
         return _results(fn, jobs, [process.exitcode for process in processes], late)
 
 
-def _wait_for_all(processes: Sequence[SpawnProcess], deadline: float, grace_s: float) -> bool:
+def _wait_for_all(processes: Sequence[ForkServerProcess], deadline: float, grace_s: float) -> bool:
     """Returns whether all have ended by the deadline, or by ``grace_s`` after the first failure."""
     running = {process.sentinel: process for process in processes}
     has_failed = False
@@ -131,7 +137,7 @@ def _wait_for_all(processes: Sequence[SpawnProcess], deadline: float, grace_s: f
     return True
 
 
-def _stacks(jobs: Sequence[_Job], processes: Sequence[SpawnProcess]) -> dict[int, str]:
+def _stacks(jobs: Sequence[_Job], processes: Sequence[ForkServerProcess]) -> dict[int, str]:
     """Asks every rank that still runs where it is, and kills it."""
     late = {job.rank: process for job, process in zip(jobs, processes, strict=True) if process.is_alive()}
     for rank, process in late.items():
@@ -147,7 +153,7 @@ def _stacks(jobs: Sequence[_Job], processes: Sequence[SpawnProcess]) -> dict[int
     return stacks
 
 
-def _read_when_whole(stack: Path, process: SpawnProcess, until: float) -> str:
+def _read_when_whole(stack: Path, process: ForkServerProcess, until: float) -> str:
     """Returns what the rank wrote about where it is; empty if it did not answer: it may be stopped."""
     text, before = _read(stack), ""
     # A text that still grows is not whole.
@@ -200,6 +206,8 @@ def _describe_exit(exit_code: int | None) -> str:
 
 def _rank_main(job: _Job) -> None:
     """The life of one rank: set-up, the function, the outcome in a file."""
+    os.environ.clear()
+    os.environ.update(job.environment)
     with job.file("stack").open("w") as stack:
         faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=True)
         print("where it was, the innermost call first:", file=stack, flush=True)

@@ -45,7 +45,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any], Optimizer]] = {
 
 
 def results_by_case(cases: Sequence[Callable[[int], Any]], world_size: int) -> dict[str, list[Any]]:
-    """Runs every case on every rank, in one spawn; returns by name of the case what each rank returned."""
+    """Runs every case on every rank, in one start; returns by name of the case what each rank returned."""
     by_rank = run_ranks(_run_cases, world_size, tuple(cases), timeout_s=100.0)
     return {case.__name__: [results[case.__name__] for results in by_rank] for case in cases}
 

@@ -18,7 +18,7 @@ from distscale.errors import ProtocolError
 from distscale.reducers import LocalReducer, ProcessGroupReducer, Reducer
 from ranks import CountingReducer, RanksError, ThreadRanks, ThreadReducer, run_ranks, run_threads
 
-# What a rank does. At module level, where a spawned process finds it.
+# What a rank does. At module level, where every process finds it.
 
 
 def report(rank: int, shared: torch.Tensor, maxima: list[list[int]], sums: list[list[float]]) -> dict[str, Any]:
