@@ -10,10 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BAD_VALUES, counted, full_norm, local, poison, results_by_case, run_step, snapshot
-from layout_models import Mlp, Stage, block, sequence_parallel, tensor_parallel
+from layout_models import (
+    Attention,
+    Mlp,
+    Stage,
+    block,
+    context_parallel_backward,
+    let_fsdp1_offload,
+    sequence_parallel,
+    tensor_parallel,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp import ShardingStrategy as Strategy
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -114,12 +123,17 @@ def run_backward(model: nn.Module, scaler: Any, seed: int, width: int = 8) -> No
 # ---------------------------------------------------------------- FSDP1
 
 
-def fsdp1_layout(strategy: str, use_orig_params: bool, *, accumulate: bool = False) -> Layout:
+def fsdp1_layout(
+    strategy: str = "FULL_SHARD", use_orig_params: bool = True, *, accumulate: bool = False, offload: bool = False
+) -> Layout:
+    if offload:
+        let_fsdp1_offload()
     mesh = init_device_mesh("cpu", (2, 2)) if strategy == "HYBRID_SHARD" else None
     model = FullyShardedDataParallel(
         block(),
         sharding_strategy=Strategy[strategy],
         use_orig_params=use_orig_params,
+        cpu_offload=CPUOffload(offload_params=offload),
         device_id=CPU,
         device_mesh=mesh,
     )
@@ -141,8 +155,10 @@ FSDP1: Mapping[str, Callable[[], Layout]] = {
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
         for use_orig_params in (False, True)
     },
-    # Not its CPU offload: FSDP1 pins memory for it, which needs a GPU; the gradients are then as FSDP2's with offload.
-    "no_sync": lambda: fsdp1_layout("FULL_SHARD", True, accumulate=True),
+    "no_sync": lambda: fsdp1_layout(accumulate=True),
+    "CPU offload, use_orig_params=False": lambda: fsdp1_layout(use_orig_params=False, offload=True),
+    "CPU offload, use_orig_params=True": lambda: fsdp1_layout(offload=True),
+    "CPU offload, HYBRID_SHARD, no_sync": lambda: fsdp1_layout("HYBRID_SHARD", accumulate=True, offload=True),
 }
 
 
@@ -251,19 +267,22 @@ def others(rank: int) -> dict[str, Any]:
 
 
 def context_parallel(rank: int) -> dict[str, Any]:
-    """Each rank has its part of every sequence, and the same model; the gradients are summed.
+    """Two ranks have a part of every sequence each, and the gradients are reduced with those of other sequences."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    x = torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(0))  # axes: dp, batch, sequence, width
+    whole = Attention(seed=0).double()
+    whole(x.flatten(0, 1).double()).square().mean().backward()
+    wanted = full_norm(list(whole.parameters()))
+    seen = {}
+    for kind in ("DDP", "FSDP2"):
+        model: nn.Module = Attention(seed=0)
+        model = DistributedDataParallel(model) if kind == "DDP" else fully_shard(model, mesh=mesh._flatten())
 
-    By hand, since torch 2.13's ``context_parallel`` has no ring attention on the CPU: it hands each rank its part of
-    the sequences, to which attention then stays confined.
-    """
-    model = block()
+        def backward(scaler: Any, model: nn.Module = model) -> None:
+            context_parallel_backward(model, scaler.scale, x[mesh.get_local_rank("dp")], mesh["cp"])
 
-    def backward(scaler: Any) -> None:
-        run_backward(model, scaler, rank)
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-
-    return observe(Layout(list(model.parameters()), backward, dist.get_world_size()))
+        seen[kind] = {**observe(Layout(list(model.parameters()), backward, 4)), "norm of the whole": wanted}
+    return seen
 
 
 def pipeline_layout(schedule: Any, models: Mapping[int, nn.Module], num_stages: int, group: Any, copies: int) -> Layout:
@@ -338,8 +357,12 @@ def test_others(on_four: dict[str, list[Any]], kind: str) -> None:
     check([seen[kind] for seen in on_four["others"]], 4)
 
 
-def test_context_parallel(on_four: dict[str, list[Any]]) -> None:
-    check(on_four["context_parallel"], 4)
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_context_parallel(on_four: dict[str, list[Any]], kind: str) -> None:
+    by_rank = [seen[kind] for seen in on_four["context_parallel"]]
+    check(by_rank, 4)
+    for seen in by_rank:
+        assert seen["norm"] == pytest.approx(seen["norm of the whole"], rel=1e-6)
 
 
 @pytest.mark.parametrize("schedule", PIPELINES)

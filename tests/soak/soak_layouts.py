@@ -46,6 +46,8 @@ LAYOUTS: dict[str, Kind] = {
     "fsdp1, use_orig_params": Kind(fsdp1, ANY),
     "fsdp1, fused and not unscaled": Kind(lambda seed: fsdp1(seed, clips=False), FUSED, may_unscale=False),
     "fsdp1, shard_grad_op": Kind(lambda seed: fsdp1(seed, "SHARD_GRAD_OP"), ANY),
+    # With use_orig_params, where the device is the CPU too, FSDP1 adds to the offloaded gradient of the step before.
+    "fsdp1, cpu offload": Kind(lambda seed: fsdp1(seed, use_orig_params=False, offload=True), ANY),
     "fsdp1, hybrid": Kind(lambda seed: fsdp1(seed, "HYBRID_SHARD"), ANY),
     "fsdp2": Kind(fsdp2, DTENSOR),
     "fsdp2, empty shards": Kind(lambda seed: fsdp2(seed, width=3), DTENSOR),

@@ -6,9 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layout_models import block
+from layout_models import block, let_fsdp1_offload
 from soak_pieces import Layout, averaged, clip_by_torch, deferring, mesh_of, own_data
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["context_parallel", "ddp", "fsdp1", "fsdp2", "mixed"]
@@ -20,12 +26,22 @@ def ddp(seed: int) -> Layout:
     return Layout(params, own_data(model), defer=model.no_sync, clip=clip_by_torch(params))
 
 
-def fsdp1(seed: int, strategy: str = "FULL_SHARD", *, use_orig_params: bool = True, clips: bool = True) -> Layout:
+def fsdp1(
+    seed: int,
+    strategy: str = "FULL_SHARD",
+    *,
+    use_orig_params: bool = True,
+    clips: bool = True,
+    offload: bool = False,
+) -> Layout:
     is_hybrid = strategy == "HYBRID_SHARD"
+    if offload:
+        let_fsdp1_offload()
     model = FullyShardedDataParallel(
         block(seed),
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=use_orig_params,
+        cpu_offload=CPUOffload(offload_params=offload),
         device_id=torch.device("cpu"),
         device_mesh=mesh_of((2, 2), ("replicate", "shard")) if is_hybrid else None,
     )
@@ -69,7 +85,10 @@ def mixed(seed: int) -> Layout:
 
 
 def context_parallel(seed: int) -> Layout:
-    """Each rank has its part of every sequence, and the whole model; the gradients are reduced by hand."""
+    """Each rank has its part of every sequence, and the whole model; the gradients are reduced by hand.
+
+    Torch's own context parallelism is played once, in ``test_every_layout``: it takes half a second a step.
+    """
     model = block(seed)
     params = list(model.parameters())
     return Layout(params, averaged(own_data(model), params), clip=clip_by_torch(params))
