@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -28,6 +29,7 @@ def import_deepspeed() -> Any:
     warnings.simplefilter("ignore")  # what DeepSpeed and torch say of each other is not ours
     import deepspeed
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime import compiler
 
     get_accelerator().is_fp16_supported = lambda: True
     # DeepSpeed never initializes the padding of its partitions. Let it be NaN always, not now and then.
@@ -35,6 +37,8 @@ def import_deepspeed() -> Any:
     assert torch.utils.deterministic.fill_uninitialized_memory
     # All-reduces of a CPU through shared memory: minutes of compiling, and not what is tested.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Every engine imports Muon, and so torch's compiler: ten seconds, and not what is tested.
+    compiler.compile = lambda: lambda function: function
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
@@ -43,6 +47,7 @@ def join_ranks() -> Any:
     """DeepSpeed, on the process group that there is."""
     deepspeed = import_deepspeed()
     deepspeed.init_distributed("gloo", dist_init_required=False)
+    gc.freeze()  # DeepSpeed collects garbage for every engine, which takes a second with all that torch has imported
     return deepspeed
 
 

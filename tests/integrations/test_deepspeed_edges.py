@@ -85,9 +85,7 @@ def unused_after_a_nan() -> dict[str, Any]:
     for name, layout in {"zero3": Layout(3), "bf16 zero3": Layout(3, fp16=False), **OFFLOADS}.items():
         dtype = HALF[layout.fp16]
         both, first, bad = (torch.tensor(pair, dtype=dtype) for pair in ([1.0, 1.0], [1.0, 0.0], [1.0, math.nan]))
-        zero = {"stage": layout.stage, "ignore_unused_parameters": True}
-        if layout.offload:
-            zero["offload_optimizer"] = {"device": "cpu"}
+        zero = {**layout.config["zero_optimization"], "ignore_unused_parameters": True}
         layout = replace(layout, extra={"zero_optimization": zero})
         engine = coordinated(layout, Sometimes())
         steps = [step(engine, both), step(engine, bad), step(engine, first), step(engine, both)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,6 +251,19 @@ def from_json(rank: int, folder: Path) -> Any:
     return len(others), [report.scale for report in reports], (policy.min_scale, policy.max_scale)
 
 
+def convert_to_universal(place: Path) -> None:
+    """What ``python -m deepspeed.checkpoint.ds_to_universal`` does, without a start of Python for each checkpoint."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    tag = (place / "latest").read_text()
+    folders = {"input_folder": str(place / tag), "output_folder": str(place / f"{tag}_universal")}
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+    ds_to_universal.main(
+        Namespace(**folders, **workers, keep_temp_folder=False, strict=True, inject_missing_state=True)
+    )
+    (place / "latest_universal").write_text(f"{tag}_universal")
+
+
 def on_four(rank: int, folder: Path) -> dict[Any, Any]:
     join_ranks()
     seen: dict[Any, Any] = {"json": from_json(rank, folder)}
@@ -263,6 +275,10 @@ def on_four(rank: int, folder: Path) -> dict[Any, Any]:
             for is_ours in (False, True):
                 place = folder / f"{name}-{saved_by_us}"
                 seen["loaded", name, saved_by_us, is_ours] = load_and_go_on(name, is_ours, rank, place)
+    dist.barrier()  # all have saved
+    for name in UNIVERSAL[rank::RANKS]:
+        for saved_by_us in (False, True):
+            convert_to_universal(folder / f"{name}-{saved_by_us}")
     for stage in (0, 1, 2):
         seen["experts", stage] = with_experts(stage, rank)
     # Last, for DeepSpeed remembers the groups of a pipeline for whatever comes after it.
@@ -296,17 +312,6 @@ def four(folder: Path) -> list[dict[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def two(four: list[Any], folder: Path) -> list[dict[Any, Any]]:
-    for name in UNIVERSAL:
-        for saved_by_us in (False, True):
-            place = folder / f"{name}-{saved_by_us}"
-            tag = (place / "latest").read_text()
-            arguments = ["--input_folder", str(place / tag), "--output_folder", str(place / f"{tag}_universal")]
-            command = [sys.executable, "-W", "ignore", "-m", "deepspeed.checkpoint.ds_to_universal", *arguments]
-            subprocess.run(
-                [*command, "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"],
-                check=True,
-            )
-            (place / "latest_universal").write_text(f"{tag}_universal")
     return run_ranks(on_two, 2, folder, timeout_s=280.0, take_down=False)
 
 

@@ -40,16 +40,18 @@ def run_all(rank: int, source: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("deepspeed")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    fetched = subprocess.run(
-        [*pip, "--no-build-isolation", "--dest", str(folder), f"deepspeed=={VERSION}"], capture_output=True, text=True
-    )
-    if fetched.returncode:
-        pytest.skip(f"pip cannot fetch deepspeed {VERSION} here: {fetched.stderr.strip().splitlines()[-1]}")
-    with tarfile.open(folder / f"deepspeed-{VERSION}.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
+def seen(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    # What was fetched is kept for the next run of the tests: pip runs its setup.py, which imports torch.
+    fetched, folder = Path(request.config.cache.mkdir("deepspeed")), tmp_path_factory.mktemp("deepspeed")
+    archive = fetched / f"deepspeed-{VERSION}.tar.gz"
+    if not archive.exists():
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [*pip, "--no-build-isolation", "--dest", str(fetched), f"deepspeed=={VERSION}"]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            pytest.skip(f"pip cannot fetch deepspeed {VERSION} here: {ended.stderr.strip().splitlines()[-1]}")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
     return run_ranks(run_all, WORLD_SIZE, folder / f"deepspeed-{VERSION}", timeout_s=280.0, take_down=False)
 
 
