@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distscale.roster import Held
 from distscale.sweep import INF_BITS, Count, Part, Request, Swept, sweep
-from distscale.sweep.reference import constant
+from distscale.sweep.conclusion import constant
 from distscale.table import SlotTable
 
 __all__ = ["Found", "unscale"]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from distscale.sweep import sweep
+from distscale.sweep.conclusion import conclude, constant
 from distscale.sweep.parts import Part, Request, Swept
-from distscale.sweep.reference import conclude, constant, subnormals_kept
+from distscale.sweep.reference import subnormals_kept
 
 __all__ = ["EarlySweeps"]
 

@@ -12,14 +12,15 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from distscale.sweep.chunks import chunks_of, scratch_for
+from distscale.sweep.conclusion import conclude, constant, factors_of
 from distscale.sweep.parts import INF_BITS, Count, Limits, Part, Request, Swept
 
-__all__ = ["amax_bits", "conclude", "constant", "scale_", "subnormals_kept", "sum_of_squares", "sweep", "takes"]
+__all__ = ["amax_bits", "scale_", "subnormals_kept", "sum_of_squares", "sweep", "takes"]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SAME_WIDTH_INT = {
@@ -30,9 +31,6 @@ _SAME_WIDTH_INT = {
     torch.float8_e4m3fn: torch.int8,
     torch.float8_e5m2: torch.int8,
 }
-# Temporaries are one chunk large, whatever the gradient's size. On the CPU a chunk fits the cache.
-_CPU_CHUNK = 1 << 18
-_DEVICE_CHUNK = 1 << 24
 _number_of_threads = threading.RLock()  # it is the process's, and one thread at a time may change it
 
 
@@ -51,7 +49,7 @@ def sweep(parts: Sequence[Part], request: Request) -> Swept:
 def _sweep(parts: Sequence[Part], request: Request) -> Swept:
     values = [part.values.resolve_neg() for part in parts]
     place = values[0].device
-    factors = _factors(parts, request)
+    factors = factors_of(parts, request)
     bits = amax_bits(values)
     squares = sum_of_squares(values) if request.want_norm else None
     counts = torch.zeros(len(parts), len(Count), dtype=torch.int64, device=place)
@@ -65,37 +63,6 @@ def _sweep(parts: Sequence[Part], request: Request) -> Swept:
                 raise ValueError(f"out is {_kind(part.out)} and must be like the values, {_kind(part.values)}")
             _unscale(part.values, factor.float(), part.out)
     return conclude(parts, bits, squares, counts, request)
-
-
-def conclude(parts: Sequence[Part], bits: Tensor, squares: Tensor | None, counts: Tensor, request: Request) -> Swept:
-    """Ends a sweep: from what was found in the values, part by part, to what is true of the unscaled values.
-
-    Args:
-        parts: on one device.
-        bits: int32, shape (len(parts),): amax bits of the values as they are.
-        squares: float64, shape (len(parts),): sums of their squares; None if no norm is wanted.
-        counts: int64, shape (len(parts), len(Count)).
-
-    Collective: no. Syncs host: no.
-    """
-    place = bits.device
-    factors = _factors(parts, request)
-    largest = constant(tuple(_largest(part) for part in parts), torch.float64, place)
-    slot_of = constant(tuple(part.slot for part in parts), torch.int64, place)
-    slots = torch.zeros(request.num_slots, dtype=torch.int32, device=place)
-    slots.scatter_reduce_(0, slot_of, _unscaled_amax_bits(bits, factors, largest), "amax")
-    sums = None
-    if squares is not None:
-        weights = constant(tuple(part.weight for part in parts), torch.float64, place)
-        weighted = squares * weights * factors * factors
-        if request.num_groups == 1:
-            sums = weighted.sum(dim=0, keepdim=True)  # in the same order every time, on a device too
-        else:
-            group_of = constant(tuple(part.group for part in parts), torch.int64, place)
-            sums = torch.zeros(request.num_groups, dtype=torch.float64, device=place)
-            sums.scatter_add_(0, group_of, weighted)
-    counts_of_slots = torch.zeros(request.num_slots, len(Count), dtype=torch.int64, device=place)
-    return Swept(slots, sums, counts_of_slots.index_add_(0, slot_of, counts))
 
 
 def takes(parts: Sequence[Part]) -> bool:
@@ -143,10 +110,10 @@ def sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
     """
     if not shards:
         return torch.empty(0, dtype=torch.float64)
-    scratch = _scratch(shards, torch.float64)
+    scratch = scratch_for(shards, torch.float64)
     sums = scratch.new_zeros(len(shards))
     for total, shard in zip(sums.unbind(), shards, strict=True):
-        for (chunk,) in _chunks(shard):
+        for (chunk,) in chunks_of(shard):
             wide = scratch[: chunk.numel()]
             wide.view(chunk.shape).copy_(chunk)
             total += torch.dot(wide, wide)
@@ -201,38 +168,8 @@ def subnormals_kept() -> Iterator[None]:
             torch.set_num_threads(num_threads)
 
 
-def _unscaled_amax_bits(bits: Tensor, factors: Tensor, largest: Tensor) -> Tensor:
-    """Bits of ``amax * factor``, rounded to nearest, or of inf if that is larger than ``largest``."""
-    unscaled = bits.view(torch.float32).double() * factors
-    unscaled = torch.where(unscaled <= largest, unscaled.clamp(max=_FLOAT32_MAX), torch.inf)
-    return torch.where(bits >= INF_BITS, bits, unscaled.float().view(torch.int32))
-
-
 def _kind(tensor: Tensor) -> str:
     return f"of shape {tuple(tensor.shape)} on {tensor.device}"
-
-
-def _factors(parts: Sequence[Part], request: Request) -> Tensor:
-    """What unscales the values: float64, shape (len(parts),)."""
-    place = parts[0].values.device
-    inv_scale = request.inv_scale.to(place, non_blocking=True)
-    is_scaled = constant(tuple(part.is_scaled for part in parts), torch.bool, place)
-    factors = torch.where(is_scaled, inv_scale, 1.0)
-    if any(part.scale_inv is not None for part in parts):
-        ones = torch.ones((), device=place)
-        scale_invs = [ones if part.scale_inv is None else part.scale_inv.detach().view(()) for part in parts]
-        factors = factors * torch.stack(scale_invs).double()
-    return factors
-
-
-def _largest(part: Part) -> float:
-    """The largest magnitude that an unscaled value may have; amax is known up to float32's range only."""
-    dtype = part.values.dtype if part.out is None else part.out.dtype
-    if dtype is torch.float64:
-        return float("inf")
-    if part.out is None and part.scale_inv is not None:
-        return _FLOAT32_MAX
-    return min(torch.finfo(dtype).max, _FLOAT32_MAX)
 
 
 def _count(values: Tensor, factor: Tensor, limits: Limits | None) -> Tensor:
@@ -240,7 +177,7 @@ def _count(values: Tensor, factor: Tensor, limits: Limits | None) -> Tensor:
     counts = torch.zeros(len(Count), dtype=torch.int64, device=values.device)
     integer = _SAME_WIDTH_INT[values.dtype]
     largest = torch.tensor([torch.finfo(values.dtype).max], dtype=values.dtype).view(integer).item()
-    for (chunk,) in _chunks(values):
+    for (chunk,) in chunks_of(values):
         codes = chunk.view(integer) & torch.iinfo(integer).max
         counts[Count.NONFINITE] += (codes > largest).sum()
         if limits is None:
@@ -259,7 +196,7 @@ def _unscale(values: Tensor, factor: Tensor, out: Tensor) -> None:
 
     FP8 saturates at its largest finite value; inf and NaN stay what they are, or become NaN in a format without inf.
     """
-    for chunk, target in _chunks(values, out):
+    for chunk, target in chunks_of(values, out):
         product = (chunk if chunk.dtype is torch.float64 else chunk.float()) * factor
         if out.dtype.itemsize == 1:
             limit = torch.finfo(out.dtype).max
@@ -275,10 +212,10 @@ def _native_amax_bits(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if integer is None:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SAME_WIDTH_INT)
         raise TypeError(f"cannot check a gradient of dtype {dtype}; supported are {supported}")
-    scratch = _scratch(shards, integer)
+    scratch = scratch_for(shards, integer)
     maxima = scratch.new_zeros(len(shards))
     for largest, shard in zip(maxima.unbind(), shards, strict=True):
-        for (chunk,) in _chunks(shard):
+        for (chunk,) in chunks_of(shard):
             magnitudes = scratch[: chunk.numel()].view(chunk.shape)
             torch.bitwise_and(chunk.view(integer), torch.iinfo(integer).max, out=magnitudes)
             torch.maximum(largest, magnitudes.max(), out=largest)
@@ -292,38 +229,3 @@ def _as_float32_bits(native: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.float64:
         values = torch.where(values.isfinite(), values.clamp(max=_FLOAT32_MAX), values)
     return values.float().view(torch.int32)
-
-
-def _scratch(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One chunk to work in, for all shards in turn; fresh ones would leave a gradient's size of pieces in the heap."""
-    device = shards[0].device
-    numel = max(shard.numel() for shard in shards)
-    return torch.empty(min(numel, _chunk_size(device)), dtype=dtype, device=device)
-
-
-def _chunk_size(device: torch.device) -> int:
-    return _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
-
-
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape in views of at most a chunk; in the storage order of the first, flat if strides allow it."""
-    strides = tensors[0].stride()
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    tensors = tuple(tensor.detach().permute(order) for tensor in tensors)
-    if all(tensor.is_contiguous() for tensor in tensors):
-        tensors = tuple(tensor.view(-1) for tensor in tensors)
-    numel, size = tensors[0].numel(), _chunk_size(tensors[0].device)
-    if numel <= size:
-        if numel:
-            yield tensors
-    elif (row := numel // len(tensors[0])) <= size:
-        yield from zip(*(torch.split(tensor, size // row) for tensor in tensors), strict=True)
-    else:
-        for rows in zip(*(tensor.unbind() for tensor in tensors), strict=True):
-            yield from _chunks(*rows)
-
-
-@lru_cache(maxsize=64)
-def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A small tensor that is the same at every step, so that it is copied to the device once."""
-    return torch.tensor(values, dtype=dtype, device=device)
