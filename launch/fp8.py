@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from distscale.config import Config, Fp8Section
+from distscale.config import Config
 from distscale.fp8 import CurrentScaling, DelayedScaling, Fp8Scales, Recipe, convert_to_fp8, send_gradients_in_fp8
+from distscale.sections import Fp8Section
 
 __all__ = ["convert", "send"]
 

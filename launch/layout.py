@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from distscale.config import Config, TrainSection
+from distscale.config import Config
+from distscale.sections import TrainSection
 from gpt import GPT
 
 __all__ = ["DTYPES", "adamw", "distribute", "gradient_sync", "new_optimizer"]

@@ -17,9 +17,10 @@ from cluster import Cluster, end_if_stuck, leave_last_words
 from data import Text
 from display import Display
 from distscale import JsonlRecord, ScaleExhaustedError
-from distscale.config import Config, Fp8Section, PrecisionSection, ScalerSection
+from distscale.config import Config
 from distscale.faults import Fault
 from distscale.injector import Injector
+from distscale.sections import Fp8Section, PrecisionSection, ScalerSection
 from files import sync, write_whole
 from launcher import call_of_launcher
 from resume import ResumePoint

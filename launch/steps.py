@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from cluster import Cluster
 from data import Text, training_batch, validation_batch
 from distscale import StepReport
-from distscale.config import Config, TrainSection
+from distscale.config import Config
+from distscale.sections import TrainSection
 
 __all__ = ["AnyTrainer", "Trained", "evaluate", "learning_rate", "micro_batches"]
 

@@ -23,10 +23,11 @@ from hypothesis import given
 
 from distscale import ConfigError, cli, policy
 from distscale.commands import texts
-from distscale.config import ScalerSection, load_config
+from distscale.config import load_config
 from distscale.convert import FORMATS, convert, recognize, sources
 from distscale.convert.rule import ScalingRule, differences
 from distscale.policy import DynamicScale
+from distscale.sections import ScalerSection
 
 FOLDER = Path(__file__).with_name("convert")
 

@@ -15,8 +15,9 @@ import torch
 
 from checkpoints import checkpoints_of, damage, partial_path, publish, read_back, spoilt_file
 from cluster import Cluster
-from distscale.config import Config, RunSection, TrainSection
+from distscale.config import Config
 from distscale.env import Environment
+from distscale.sections import RunSection, TrainSection
 from files import checksum, write_whole
 from saver import Saver
 

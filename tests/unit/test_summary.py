@@ -13,7 +13,8 @@ from rich.console import Console
 
 from data import Text
 from display import power_of_two
-from distscale.config import Config, TrainSection
+from distscale.config import Config
+from distscale.sections import TrainSection
 from summary import show, summarize, to_json
 from trainer import learning_rate
 
