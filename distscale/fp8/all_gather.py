@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from distscale.errors import ConfigError
 from distscale.fp8.cast import cast_by_own_amax
+from distscale.fp8.collectives import all_gather
 from distscale.fp8.linear import Fp8Linear
 from distscale.fp8.product import WEIGHT
 
@@ -130,7 +131,7 @@ class Fp8AllGather:
             return cast("dist.Work | None", self._plain(output_tensor, input_tensor, group, async_op))
         message = self._pack(input_tensor)
         messages = message.new_empty(group.size(), len(message))
-        dist.all_gather_into_tensor(messages.view(-1), message, group=group)
+        all_gather(messages.view(-1), message, group)
         self._unpack(messages, output_tensor.view(group.size(), -1))
         return None
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distscale.checksum import digest
 from distscale.errors import DesyncError
+from distscale.fp8.collectives import all_gather
 from distscale.fp8.feedback import Feedback
 from distscale.fp8.keeper import Fp8Scales
 from distscale.fp8.wire import Layout, Piece, make_layout, metered
@@ -123,14 +124,14 @@ class Sender:
         if not self.options.gathers_in_fp8:
             row = row.to(dtype if dtype.itemsize == 2 else torch.bfloat16)
             rows = row.new_empty(group.size(), row.numel())
-            dist.all_gather_into_tensor(rows, row[None], group=group)
+            all_gather(rows, row[None], group)
             self.traffic.count(group.size() - 1, row.nbytes, row.numel())
             return rows
         layout, entries = self._plan(tuple(pieces), row.device)
         unknown = torch.zeros(len(entries), device=row.device)
         message = quantize(row[None], layout, unknown, self._key(layout)).messages
         messages = message.new_empty(group.size(), layout.row_bytes)
-        dist.all_gather_into_tensor(messages, message, group=group)
+        all_gather(messages, message, group)
         self.traffic.count(group.size() - 1, layout.row_bytes, layout.row_numel)
         return dequantize(messages, layout)
 

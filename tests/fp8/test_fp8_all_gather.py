@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
+from gather_models import WIDTH, Bytes, Model, check_same, sharded, train
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from wire_models import agree, step
@@ -20,105 +20,16 @@ from distscale.fp8 import CurrentScaling, DelayedScaling, Fp8Linear, Recipe, con
 from distscale.fp8.scales import scale_of_amax
 from ranks import run_ranks
 
-WIDTH = 31  # uneven over two ranks
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 45)
-        self.down = nn.Linear(45, WIDTH, bias=False)
-        with torch.no_grad():  # of many sizes, so that a shard has another scale than the whole
-            for layer in (self.up, self.down):
-                layer.weight *= torch.randn(len(layer.weight), 1).mul(3).exp().clamp(max=1.0)
-                layer.weight[len(layer.weight) // 2 + 1 :] *= 0.1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Bytes:
-    """Counts what is given to all-gathers."""
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    def __enter__(self) -> Bytes:
-        self._all = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "all_gather_single")}
-        for name, gather in self._all.items():
-
-            def counted(output: Tensor, input: Tensor, *args: Any, _gather: Any = gather, **kwargs: Any) -> Any:
-                self.num += input.nbytes
-                return _gather(output, input, *args, **kwargs)
-
-            setattr(dist, name, counted)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, gather in self._all.items():
-            setattr(dist, name, gather)
-
-
-def sharded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in (model.up, model.down):
-        fully_shard(layer, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
-
-
-class Trained(NamedTuple):
-    found: list[Tensor]
-    """Losses, and weights."""
-    fp8: dict[str, str]
-    """State of the scales."""
-    num_bytes: list[int]
-    """Gathered in each step."""
-
-
-def train(rank: int, dtype: torch.dtype, recipe: Recipe, in_fp8: bool) -> Trained:
-    model = Model()
-    scales = convert_to_fp8(model, recipe)
-    sharded(model, dtype)
-    if in_fp8:
-        gather_weights_in_fp8(model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    scaler = DistributedGradScaler("cpu", init_scale=16.0, names=model, fp8=scales)
-    generator = torch.Generator().manual_seed(rank)
-    found, counted = [], []
-    for _ in range(4):
-        optimizer.zero_grad()
-        with Bytes() as gathered:
-            loss = model(torch.randn(8, WIDTH, generator=generator)).float().square().mean()
-            scaler.scale(loss).backward()
-        counted.append(gathered.num)
-        scaler.step(optimizer)
-        scaler.update()
-        assert not scaler.last_step.skipped
-        found.append(loss.detach())
-    for param in model.parameters():
-        assert isinstance(param, DTensor)
-        found.append(param.full_tensor().detach())
-    return Trained(found, scales.state_dict(), counted)
-
 
 def check_same_training(rank: int) -> None:
     """A weight cast twice by one scale is the weight cast once, from the first step on; and is seen as it was."""
     for dtype, power_of_two in ((torch.bfloat16, True), (torch.float32, True), (torch.float32, False)):
         recipe: Recipe = DelayedScaling("E4M3", power_of_two=power_of_two)
-        expected = train(rank, dtype, recipe, in_fp8=False)
-        trained = train(rank, dtype, recipe, in_fp8=True)
-        assert all(map(torch.equal, trained.found, expected.found))
-        assert trained.fp8 == expected.fp8
-        size = torch.finfo(dtype).bits // 8
-        # Rows of a rank: 23 of `up`, 16 of `down`; both are gathered in the forward and in the backward pass.
-        numel = 23 * WIDTH + 16 * 45
-        assert trained.num_bytes[0] == expected.num_bytes[0]  # without a history
-        for num_plain, num_bytes in zip(expected.num_bytes[1:], trained.num_bytes[1:], strict=True):
-            assert num_plain - num_bytes > 2 * (numel * (size - 1) - 64)
+        expected, trained = (train(rank, recipe, in_fp8, partial(sharded, dtype=dtype)) for in_fp8 in (False, True))
+        # Rows of a rank: 23 of `up`, 16 of `down`.
+        check_same(trained, expected, 23 * WIDTH + 16 * 45, dtype)
     recipe = CurrentScaling("E4M3")
-    expected, trained = (train(rank, torch.float32, recipe, in_fp8) for in_fp8 in (False, True))
+    expected, trained = (train(rank, recipe, in_fp8, partial(sharded, dtype=torch.float32)) for in_fp8 in (False, True))
     torch.testing.assert_close(trained.found, expected.found, rtol=1e-2, atol=1e-5)
 
 

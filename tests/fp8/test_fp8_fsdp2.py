@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import gather_models
 import layout_models
 import pytest
 import torch
@@ -15,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from wire_models import Blocks, agree, batch, errors, exact, new_scales, step
 
 from distscale import ConfigError, DesyncError, DistributedGradScaler, ProcessGroupReducer
-from distscale.fp8 import SentGradients, send_gradients_in_fp8
+from distscale.fp8 import DelayedScaling, SentGradients, send_gradients_in_fp8
 from ranks import CountingReducer, run_ranks
 
 INF_BITS = 0x7F800000
@@ -211,6 +214,30 @@ def with_tensor_parallelism(rank: int) -> None:
         assert not step(scales)[1].any()
 
 
+def weights_on_two_meshes(rank: int) -> None:
+    """Weights that travel in FP8 within the shards of HSDP, and as shards of a tensor-parallel shard."""
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def of_tensor_parallel(model: nn.Module) -> None:
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(model, both["tp"], plan)
+        gather_models.sharded(model, torch.bfloat16, both["dp"])
+
+    layouts: list[tuple[Callable[[nn.Module], object], int, int]] = [
+        # Rows of a rank: 23 of `up`, 16 of `down`.
+        (partial(gather_models.sharded, dtype=torch.bfloat16, mesh=hybrid), rank, 23 * 31 + 16 * 45),
+        # Its part of `up` has 23 rows or 22, of which it keeps 12 or 11; that of `down` 16 rows of 23 or 22 columns.
+        (of_tensor_parallel, rank // 2, (12 * 31 + 16 * 23) if rank % 2 == 0 else (11 * 31 + 16 * 22)),
+    ]
+    for lay_out, seed, num_weights in layouts:
+        expected, trained = (gather_models.train(seed, DelayedScaling(), in_fp8, lay_out) for in_fp8 in (False, True))
+        gather_models.check_same(trained, expected, num_weights, torch.bfloat16)
+        everywhere = [trained.fp8] * 4
+        dist.all_gather_object(everywhere, trained.fp8)
+        assert all(fp8 == trained.fp8 for fp8 in everywhere)
+
+
 # ---------------------------------------------------------------- what is seen
 
 
@@ -401,6 +428,6 @@ def test_on_four_ranks() -> None:
     run_ranks(
         cases,
         4,
-        [hsdp, with_tensor_parallelism, accumulation, saturation, with_a_scaler, other_tensors],
+        [hsdp, with_tensor_parallelism, weights_on_two_meshes, accumulation, saturation, with_a_scaler, other_tensors],
         timeout_s=110.0,
     )

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distscale import DistributedGradScaler
 from distscale.errors import ConfigError
-from distscale.fp8 import DelayedScaling, Fp8Linear, convert_to_fp8
+from distscale.fp8 import DelayedScaling, Fp8Linear, convert_to_fp8, gather_weights_in_fp8
 from distscale.fp8.scales import bits_of_amax, scale_of_amax
 from ranks import run_ranks
 
@@ -266,6 +266,55 @@ def check_fsdp2_of_tensor_parallel(rank: int) -> None:
     assert everywhere[0] == everywhere[1] == found and all(found)
 
 
+# ---------------------------------------------------------------- torch.compile
+
+
+def train_blocks(seed: int, lay_out: Callable[[nn.Sequential], None], is_compiled: bool) -> list[Tensor | str]:
+    """Losses, weights and FP8 histories of four steps; compiled, if so, before the layout, as trainers do it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    scales = convert_to_fp8(model, RECIPE)
+    for block in model if is_compiled else ():
+        block.compile(backend="aot_eager", fullgraph=True)
+    lay_out(model)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scaler = DistributedGradScaler("cpu", init_scale=LOSS_SCALE, names=model, fp8=scales)
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Tensor | str] = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 16, generator=generator)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(loss.detach())
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        found.append(param.full_tensor().detach())
+    assert all(linear.meter.scale.all() for linear in model.modules() if isinstance(linear, Fp8Linear))
+    return [*found, scales.state_dict()["amax_history"]]
+
+
+def check_compiled(rank: int, mesh: DeviceMesh) -> None:
+    """Each block is one graph, and trains bit by bit as without the compiler."""
+
+    def in_fsdp2_with_gather(model: nn.Sequential) -> None:
+        for block in model:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        gather_weights_in_fp8(model)
+
+    def in_tensor_parallel(model: nn.Sequential) -> None:
+        for block in model:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    for seed, lay_out in ((rank, in_fsdp2_with_gather), (0, in_tensor_parallel)):
+        expected, compiled = (train_blocks(seed, lay_out, is_compiled) for is_compiled in (False, True))
+        assert compiled.pop() == expected.pop()
+        for value, truth in zip(compiled, expected, strict=True):
+            assert torch.equal(value, truth)
+        assert torch._dynamo.utils.counters["stats"].pop("unique_graphs")  # the compiler did have a part in it
+
+
 def check_pipeline(rank: int) -> None:
     """What torch runs before the first step, on memory that nothing was written to, does not count."""
     torch.manual_seed(rank)
@@ -323,7 +372,9 @@ def ranks(rank: int) -> None:
     check_other_placements(mesh)
     check_fsdp2_of_tensor_parallel(rank)
     check_pipeline(rank)
+    check_compiled(rank, mesh)
 
 
+@pytest.mark.timeout(240)  # the compiler's first use takes long
 def test_ranks_agree_in_every_layout() -> None:
-    run_ranks(ranks, 2, timeout_s=110)
+    run_ranks(ranks, 2, timeout_s=230, group_timeout_s=100)
