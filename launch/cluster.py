@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,12 @@ def default_num_ranks() -> int:
 
 
 def leave_last_words(sentence: str) -> None:
-    """Gives ``sentence`` to the wrapper, if there is one, which repeats it below torchrun's report of a failure."""
+    """Gives ``sentence`` to the wrapper, if there is one, which repeats it below its launcher's report of a failure.
+
+    A wrapper on another host, whose file cannot be seen here, does without.
+    """
     if path := os.environ.get(LAST_WORDS_VARIABLE):
-        with open(path, "a", encoding="utf-8") as file:
+        with suppress(OSError), open(path, "a", encoding="utf-8") as file:
             file.write(sentence + "\n")
 
 

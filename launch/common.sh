@@ -30,7 +30,8 @@ owner=${DISTSCALE_TERMINAL_OF:-}
 # Stopping this script alone would leave a terminal that nobody reads.
 [[ -n $owner ]] && trap '' TSTP
 
-folder=$(mktemp -d)
+# What is put there reaches the ranks that see the folder; mpirun.sh wants one that other hosts see, too.
+folder=$(mktemp -d "${shared:-${TMPDIR:-/tmp}}/.distscale-XXXXXX" 2>/dev/null) || folder=$(mktemp -d)
 finish() {
     rm -rf "$folder"
     [[ -n $owner ]] && python -c "$foreground" "$owner" 2>/dev/null

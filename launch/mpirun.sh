@@ -8,8 +8,10 @@
 # before root may use it: OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1.
 #
 # Ctrl-C or SIGTERM lets the run save and end with exit code 0; a second one ends it at once. mpirun by itself kills
-# its ranks on either. So the ranks that it starts on this machine are told through a file.
+# its ranks on either. So they are told through a file in the working directory, which the hosts share.
 
+# shellcheck disable=SC2034 # for common.sh
+shared=$PWD
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -20,8 +22,12 @@ DISTSCALE_LAUNCHER=$(call_of_this NPROC MPIRUN_FLAGS)
 # mpirun gives its ranks a terminal even where it has none itself; rich is not to draw on it then.
 [[ -t 1 ]] || export TTY_COMPATIBLE=0 COLUMNS=120
 read -ra flags <<<"${MPIRUN_FLAGS:---bind-to none --oversubscribe}"
-for name in DISTSCALE_STOP_FILE DISTSCALE_LAST_WORDS DISTSCALE_LAUNCHER OMP_NUM_THREADS PATH \
-    ${TTY_COMPATIBLE+TTY_COMPATIBLE COLUMNS} ${MASTER_ADDR+MASTER_ADDR} ${MASTER_PORT+MASTER_PORT}; do
+# Other hosts get what is named to them alone.
+for name in $(compgen -e); do
+    case $name in
+        PATH | TTY_COMPATIBLE | COLUMNS | DISTSCALE_* | GLOO_* | MASTER_* | NCCL_* | OMP_* | PYTHON* | TORCH*) ;;
+        *) continue ;;
+    esac
     flags+=(-x "$name")
 done
 run mpirun -n "$ranks" "${flags[@]}" python "$launch/pretrain.py" "$@"

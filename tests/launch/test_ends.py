@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from forked_ranks import output_of
 from sessions import run_in_session, tiny_config
 
 from checkpoints import checkpoints_of
+from cluster import leave_last_words
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 FORKED_RANKS = Path(__file__).with_name("forked_ranks.py")
@@ -76,3 +78,13 @@ def test_signals_that_come_before_a_run_has_begun_let_it_save_and_end_well(tmp_p
     assert list(checkpoints_of(tmp_path / "runs" / "tiny")) == [1]
     # A checkpoint counts on the record of the steps before it.
     assert ended.stdout.index("fsync steps.jsonl\n") < ended.stdout.index("fsync manifest.json.tmp\n")
+
+
+def test_last_words_are_no_error_on_a_host_that_does_not_see_the_file_of_the_wrapper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTSCALE_LAST_WORDS", str(tmp_path / "elsewhere" / "last_words"))
+    leave_last_words("error: rank 2 at step 12: the first")
+    (tmp_path / "elsewhere").mkdir()
+    leave_last_words("error: rank 2 at step 12: the second")
+    assert (tmp_path / "elsewhere" / "last_words").read_text() == "error: rank 2 at step 12: the second\n"

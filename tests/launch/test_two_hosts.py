@@ -1,4 +1,4 @@
-"""Two hosts joined by a wire, which is cut while they train: network namespaces and a veth pair on this machine."""
+"""Two hosts joined by a wire, which is cut while they train, and under mpirun: network namespaces on this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,21 @@ import pytest
 from patience import DEADLINE_S, Patient
 from test_pretrain import prepare, record
 
+from checkpoints import checkpoints_of
+
 ROOT = Path(__file__).parents[2]
 PORT = 29400
 # Of the exchange, and of the ranks' first meeting, to which they do not come at the same time on a busy machine.
 TIMEOUT_S = 15
+# Called as ssh is, HOST COMMAND..., but with the environment of the caller. The host has the name of its network
+# namespace, knows that of the other, and has files for itself at the path {own}.
+ON_HOST = """#!/bin/sh
+exec ip netns exec "$1" unshare --uts sh -c '
+hostname "$1" && mount --bind {names} /etc/hosts && mount -t tmpfs none {own} && shift && exec sh -c "$*"' - "$@"
+"""
+AGENT = """#!/bin/sh
+exec env -i HOME="$HOME" PATH=/usr/sbin:/usr/bin:/sbin:/bin {on_host} "$@"
+"""
 
 
 class Host(NamedTuple):
@@ -113,3 +124,58 @@ def test_a_cut_wire_ends_every_rank_with_an_error(hosts: tuple[Host, Host], tmp_
         assert programs[0].end() == 1
         rows = record(tmp_path / "runs" / "tiny")
         assert [row["step"] for row in rows] == list(range(len(rows)))
+
+
+def ranks_on(host: Host) -> set[str]:
+    """The ranks that mpirun has started on a host."""
+    pids = subprocess.run(["ip", "netns", "pids", host.name], check=True, capture_output=True, text=True).stdout
+    environs = (Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace") for pid in pids.split())
+    return set(re.findall(r"\0OMPI_COMM_WORLD_RANK=(\d+)", "\0".join(environs)))
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_mpirun_trains_on_both_hosts_and_stops_where_no_rank_is(
+    hosts: tuple[Host, Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = hosts
+    prepare(tmp_path)
+    (tmp_path / "own").mkdir()
+    names = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts)]
+    (tmp_path / "names").write_text("\n".join(names) + "\n")
+    on_host, agent = tmp_path / "on_host", tmp_path / "agent"
+    on_host.write_text(ON_HOST.format(names=tmp_path / "names", own=tmp_path / "own"))
+    agent.write_text(AGENT.format(on_host=on_host))
+    for script in (on_host, agent):
+        script.chmod(0o755)
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(agent))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "own"))
+    monkeypatch.setenv("NPROC", "3")
+    call = [
+        *(str(on_host), first.name, f"exec {ROOT / 'launch' / 'mpirun.sh'} tiny.toml"),
+        *("--set", "run.steps=100000", "--set", "train.checkpoint_every=5", "--set", f"parallel.timeout_s={TIMEOUT_S}"),
+    ]
+
+    # The fault is told to the other host, where the rank is that it strikes.
+    with monkeypatch.context() as patch, ExitStack() as stack:
+        patch.setenv("MPIRUN_FLAGS", f"--host {first.name}:1,{second.name}:2 --bind-to none")
+        patch.setenv("DISTSCALE_FAULTS", "kill step=7 rank=2")
+        program = Patient(call, tmp_path)
+        stack.callback(program.close)
+        program.wait_for("3 ranks on the CPU, gloo")
+        program.wait_for(rf"rank 2 with PID \d+ on node {second.name}")
+        assert program.end() not in (0, None)
+
+    # All ranks are on the other host, and the request to stop comes on this one.
+    monkeypatch.setenv("MPIRUN_FLAGS", f"--host {second.name}:3 --bind-to none")
+    with ExitStack() as stack:
+        program = Patient([*call, "--resume"], tmp_path)
+        stack.callback(program.close)
+        program.wait_for("resumed runs/tiny at step 5")
+        assert (ranks_on(first), ranks_on(second)) == (set(), {"0", "1", "2"})
+        program.process.terminate()
+        assert f"{ROOT / 'launch' / 'mpirun.sh'} tiny.toml --resume" in program.wait_for("to continue: ")
+        assert program.end() == 0, program.output
+    assert len(record(tmp_path / "runs" / "tiny")) == max(checkpoints_of(tmp_path / "runs" / "tiny")) > 5
+    assert not list(tmp_path.glob(".distscale-*"))
