@@ -1,4 +1,4 @@
-"""Measures the sweeps beside torch's own operators and the limits of the machine: ``distscale bench``."""
+"""Measures sweeps and FP8 kernels beside torch's own operators and the limits of the machine: ``distscale bench``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distscale.bench.candidate import DTYPES, Candidate, candidates, gradients
+from distscale.bench.fp8 import fp8_candidates
 from distscale.bench.memory import memory_growth
 from distscale.bench.target import Target, targets
 from distscale.bench.timing import Timing, interleaved
@@ -21,6 +23,7 @@ from distscale.sweep.choice import choose
 
 __all__ = ["DTYPES", "Candidate", "Measured", "Options", "Result", "Target", "Timing", "measure", "report"]
 
+_SIDES = ("limit", "distscale", "torch")
 _BUDGET_S = 20.0
 """To spend on the samples of one dtype: three of them, with what comes beside it, end within two minutes."""
 
@@ -47,9 +50,10 @@ class Options:
             )
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda needs a GPU, and torch sees none here: use --device cpu")
-        # Gradients and their copy, and one of torch's temporaries in fp32.
-        widest = max(DTYPES[dtype].itemsize for dtype in self.dtypes)
-        needed = self.numel * (2 * widest + 4)
+        # Gradients and their copy, and one of torch's temporaries in fp32. With FP8, also gradients and their copy in
+        # fp32, two messages, and one more temporary.
+        widths = {DTYPES[dtype].itemsize for dtype in self.dtypes}
+        needed = self.numel * max(2 * width + (18 if width == 1 else 4) for width in widths)
         free = available_memory(torch.device(self.device))
         if needed > free:
             raise ConfigError(
@@ -109,8 +113,8 @@ def measure(options: Options, dtype: str, on_round: Callable[[int], object] = la
     growth = memory_growth(dtype, numel, num_tensors, device, torch.get_num_threads())
     grads = gradients(numel, num_tensors, DTYPES[dtype], device)
     num_bytes = numel * DTYPES[dtype].itemsize
-    works = [_works(candidate) for candidate in candidates(gradients(8, 2, DTYPES[dtype], device))]
-    everything = candidates(grads)
+    works = [_works(candidate) for candidate in _everything(gradients(8, 2, DTYPES[dtype], device))]
+    everything = _everything(grads)
     possible = [candidate for candidate, it_works in zip(everything, works, strict=True) if it_works]
     others = OtherWork()
     times = interleaved(
@@ -128,7 +132,7 @@ def measure(options: Options, dtype: str, on_round: Callable[[int], object] = la
         growth,
         cores_of_others,
         _is_disturbed(device, cores_of_others),
-        tuple(Measured(one, timings.get(one.key), one.passes * num_bytes) for one in everything),
+        tuple(Measured(one, timings.get(one.key), round(one.passes * num_bytes)) for one in everything),
         tuple(targets(device, dtype, numel, num_tensors, timings)),
     )
 
@@ -147,6 +151,13 @@ def report(options: Options, results: Sequence[Result]) -> dict[str, Any]:
         "sweep": {"name": choice.name, "why": choice.why},
         "results": [_plain(one) for one in results],
     }
+
+
+def _everything(grads: list[Tensor]) -> list[Candidate]:
+    """By side, as the table shows them."""
+    numel = sum(grad.numel() for grad in grads)
+    found = [*candidates(grads), *fp8_candidates(numel, len(grads), grads[0].dtype, grads[0].device)]
+    return sorted(found, key=lambda one: _SIDES.index(one.side))
 
 
 def _is_disturbed(device: torch.device, cores_of_others: float | None) -> bool:

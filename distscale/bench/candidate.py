@@ -16,7 +16,7 @@ from distscale.sweep import Part, reference, scale_, sweep
 from distscale.sweep.choice import Unavailable
 from distscale.sweep.parts import Request
 
-__all__ = ["DTYPES", "Candidate", "candidates", "gradients"]
+__all__ = ["DTYPES", "Candidate", "candidates", "gradients", "plain_copy", "plain_read"]
 
 DTYPES = {
     "fp32": torch.float32,
@@ -37,9 +37,13 @@ class Candidate:
     label: str
     """For people."""
     side: Literal["limit", "distscale", "torch"]
-    passes: int
+    passes: float
     """Times that the bytes of the gradients are read or written."""
     run: Callable[[], object]
+    limit: str | None = None
+    """Key of the limit that it is held against, where that is not the plain read or copy of the gradients."""
+    rival: str | None = None
+    """Key of what does the same work by torch, where that is not the sequences."""
 
 
 def gradients(numel: int, num_tensors: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -68,15 +72,22 @@ def candidates(grads: list[Tensor]) -> list[Candidate]:
 
 
 def _limits(grads: list[Tensor]) -> Iterator[Candidate]:
-    if grads[0].device.type == "cpu" and (read := _plain_read(grads)):
+    if read := plain_read(grads):
         yield Candidate("read", "plain read", "limit", 1, read)
-    bits = [grad.view(torch.uint8) for grad in grads]  # FP8 too
-    copies = [torch.empty_like(grad) for grad in bits]
-    yield Candidate("copy", "plain copy", "limit", 2, lambda: torch._foreach_copy_(copies, bits))
+    yield Candidate("copy", "plain copy", "limit", 2, plain_copy(grads))
 
 
-def _plain_read(tensors: Sequence[Tensor]) -> Callable[[], object] | None:
-    """Reads every byte with the threads of a sweep; None without the native library."""
+def plain_copy(tensors: Sequence[Tensor]) -> Callable[[], object]:
+    """Copies every byte by torch."""
+    bits = [tensor.view(torch.uint8) for tensor in tensors]  # FP8 too
+    copies = [torch.empty_like(one) for one in bits]
+    return lambda: torch._foreach_copy_(copies, bits)
+
+
+def plain_read(tensors: Sequence[Tensor]) -> Callable[[], object] | None:
+    """Reads every byte with the threads of a sweep; None on a GPU, and without the native library."""
+    if tensors[0].device.type != "cpu":
+        return None
     try:
         from distscale.sweep import cpu
 

@@ -17,7 +17,8 @@ _HEADINGS = {"limit": "the machine", "distscale": "distscale", "torch": "torch"}
 def table(options: Options, result: Result) -> RenderableType:
     """One dtype: a row for each candidate, and below it the memory and the targets.
 
-    ``torch/it``: the time of torch's unscale, norm and clip over the row's; ``+amax/it``: with torch's amax.
+    ``torch/it``: the time of torch's unscale, norm and clip over the row's; ``+amax/it``: with torch's amax. A row with
+    a limit or a rival of its own, as the cast to FP8, is held against that.
     """
     limit = "read" if "read" in result.timings else "copy"
     title = f"{result.dtype}: {options.numel:,} elements in {options.num_tensors:,} tensors"
@@ -41,12 +42,12 @@ def _numbers(result: Result, one: Measured, limit: str) -> list[str]:
     timings, median = result.timings, one.timing.median_ms
     low, high = one.timing.quartiles_ms
     replaces_torch = one.candidate.side == "distscale" and one.candidate.key != "scale"
+    rivals = (one.candidate.rival, "") if one.candidate.rival else ("torch_sequence", "torch_sequence_amax")
     over_torch = [
-        f"{timings[key].median_ms / median:.1f}x" if replaces_torch and key in timings else ""
-        for key in ("torch_sequence", "torch_sequence_amax")
+        f"{timings[key].median_ms / median:.1f}x" if replaces_torch and key in timings else "" for key in rivals
     ]
     spread = f"{(high - low) / 2 / median:.0%}"  # half of the distance of the quartiles
-    ratio = f"{median / timings[limit].median_ms:.2f}"
+    ratio = f"{median / timings[one.candidate.limit or limit].median_ms:.2f}"
     return [f"{median:.2f}", spread, f"{one.gb_per_s:.1f}", ratio, *over_torch]
 
 

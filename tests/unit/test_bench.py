@@ -17,6 +17,7 @@ from rich.console import Console
 from distscale import bench, machine
 from distscale.bench import memory, timing
 from distscale.bench.candidate import DTYPES, candidates, gradients
+from distscale.bench.fp8 import NUM_RANKS, fp8_candidates
 from distscale.bench.table import table
 from distscale.bench.target import targets
 from distscale.bench.timing import Timing, interleaved
@@ -65,6 +66,29 @@ def test_work_in_place_leaves_the_values(dtype: str) -> None:
         candidate.run()
         after = [grad.view(torch.uint8) for grad in grads]
         assert all(map(torch.equal, before, after)), candidate.key
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+def test_the_kernels_of_fp8_do_the_work_that_torch_does(dtype: str) -> None:
+    found = {one.key: one for one in fp8_candidates(10_000, 3, DTYPES[dtype], CPU)}
+    assert {one.side for one in found.values()} == {"limit", "distscale", "torch"}
+    for one in found.values():
+        assert one.limit in (None, *found) and one.rival in (None, *found)
+    by_torch = found["torch_cast"].run()
+    assert isinstance(by_torch, list)
+    messages, bits, num_saturated = found["cast"].run()  # type: ignore[misc]
+    assert torch.equal(bits.view(torch.float32), torch.stack(by_torch[::2])) and not num_saturated.any()
+    for values in by_torch[1::2]:  # in the messages they come one after the other
+        assert values.dtype == DTYPES[dtype] and len(values) == NUM_RANKS
+        rows = values.contiguous().view(torch.uint8)
+        assert (messages.unfold(1, rows.shape[1], 1) == rows[:, None]).all(dim=(0, 2)).any()
+    total = found["sum"].run()
+    assert isinstance(total, torch.Tensor)
+    torch.testing.assert_close(total, torch.cat(found["torch_sum"].run()))  # type: ignore[arg-type]
+
+
+def test_other_dtypes_have_no_kernels_of_fp8() -> None:
+    assert not list(fp8_candidates(100, 2, torch.float16, CPU))
 
 
 def test_everything_takes_turns(clock: None) -> None:
@@ -178,6 +202,20 @@ def test_the_table_shows_gaps_and_targets(monkeypatch: pytest.MonkeyPatch) -> No
     assert "do not trust it" in text
     assert "Target reached: this = 2.00, is to be at most 3." in text
     assert "Target missed: that = 2.00, is to be at least 3." in text
+
+
+def test_a_row_is_held_against_its_own_limit_and_rival() -> None:
+    own = {"cast": {"limit": "read_fp32", "rival": "torch_cast"}}
+    times = {"read": 1.0, "read_fp32": 4.0, "cast": 6.0, "torch_cast": 33.0, "torch_sequence": 1000.0}
+    measured = []
+    for key, ms in times.items():
+        candidate = bench.Candidate(key, f"the {key}", "distscale", 1, lambda: None, **own.get(key, {}))
+        measured.append(bench.Measured(candidate, took(ms), 1))
+    shown = io.StringIO()
+    options = bench.Options(numel=64, num_tensors=2, dtypes=("e4m3",), rounds=3)
+    Console(file=shown, width=120).print(table(options, bench.Result("e4m3", 64, 0, None, False, tuple(measured), ())))
+    row = re.search(r"the cast +6.00 .*", shown.getvalue())
+    assert row is not None and row[0].split()[-2:] == ["1.50", "5.5x"]
 
 
 def test_a_fault_of_ours_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
