@@ -21,6 +21,10 @@ not, they are several jobs that each believe themselves alone (``--standalone``)
 another job, as when a rank submits a job, whose environment ``sbatch`` hands on. Which of the torchruns this is does
 not count: they number themselves as they like.
 
+**mpirun may have an srun of several tasks above its ranks,** that of its daemons, one a node. But a rank that Open
+MPI's mpirun serves itself (``PMIX_SERVER_URI2``), and one of MPICH's on a node of several tasks, has no daemon above
+it: each of these tasks is an mpirun, and believes itself alone.
+
 **All else must agree.** torchrun's variables that torchrun did not set (a wrapper exported them), and the ``PMI_*``
 that srun sets with ``--mpi=pmi2``, may add to what the launcher says, not contradict it.
 """
@@ -58,6 +62,8 @@ _VARIABLES = {
     },
     "srun": _SLURM | {"node": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES", "step": "SLURM_STEP_ID"},
 }
+# URI of the process that serves a rank: NAMESPACE.NUMBER;..., where 0 is mpirun itself, and all others are daemons.
+_SERVER = "PMIX_SERVER_URI2"
 _COUNTS = ("world_size", "local_world_size", "num_nodes")
 _TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 _MAY_BE_STARTED_BY = {
@@ -100,6 +106,9 @@ def claims_of(environ: Mapping[str, str]) -> list[Claim]:
         launcher = "torchrun" if is_torchrun else "deepspeed" if is_deepspeed else "variables"
         claims.append(Claim(launcher, words, is_torchrun or is_deepspeed))
     if words := _words(environ, "openmpi"):
+        server = environ.get(_SERVER, "").partition(";")[0]
+        if server.endswith(".0"):
+            words["server"] = Word(_SERVER, server)
         claims.append(Claim("openmpi", words))
     if words := _words(environ, "mpich"):
         claims.append(Claim("mpich", words, "MPI_LOCALRANKID" in environ))
@@ -141,6 +150,7 @@ def innermost(claims: Iterable[Claim]) -> tuple[str, dict[str, Word]]:
         elif parent is None:
             parent = claim
             _must_have_one_task_each(starter, parent)
+            _must_be_one_mpirun(starter, parent)
     launcher = hearsay if starter is None else starter.launcher
     if starter is None and not words.keys() & {"rank", "world_size"}:
         # What is said is of no use alone, such as the LOCAL_RANK=0 that some libraries set.
@@ -177,13 +187,28 @@ def _words(environ: Mapping[str, str], launcher: str) -> dict[str, Word]:
 
 
 def _must_have_one_task_each(inner: Claim, outer: Claim) -> None:
-    """Raises ConfigError if ``outer`` has not one task for each torchrun. An mpirun does not count its daemons."""
+    """Raises ConfigError if ``outer`` has not one task for each torchrun."""
     agents, tasks = inner.words.get("num_nodes"), outer.words.get("world_size")
     if agents is not None and tasks is not None and agents.value.strip() != tasks.value.strip():
         raise ConfigError(
             f"the environment contradicts itself on how many {inner.launcher}s {outer.launcher} has started: {agents}, "
             f"but {tasks}. There is {_listed(inner)} against {_listed(outer)}; start one in each task and tell it of "
             "all, as by torchrun --nnodes=$SLURM_NTASKS, or unset those that are left over from another job"
+        )
+
+
+def _must_be_one_mpirun(inner: Claim, outer: Claim) -> None:
+    """Raises ConfigError if each of several tasks of ``outer`` is an mpirun."""
+    if inner.launcher == "mpich":
+        tasks = outer.words.get("local_world_size")
+    else:
+        tasks = outer.words.get("world_size") if "server" in inner.words else None
+    if tasks is not None and number(tasks) > 1:
+        raise ConfigError(
+            f"the environment contradicts itself on what {outer.launcher} has started: {tasks}, but this rank was "
+            f"started by an mpirun that is one of these tasks, and no daemon. There is {_listed(inner)} against "
+            f"{_listed(outer)}; start one mpirun, in the batch script or by srun --ntasks=1, or none and the ranks by "
+            "srun, or unset those that are left over from another job"
         )
 
 

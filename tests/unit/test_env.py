@@ -53,7 +53,9 @@ OPEN_MPI = {  # 5.0.11, mpirun -n 4 on one node, the third rank
     "PMIX_HOSTNAME": "vm",
     "PMIX_NAMESPACE": NAMESPACE,
     "PMIX_RANK": "2",
+    "PMIX_SERVER_URI2": "prterun-vm-7688@0.0;tcp4://127.0.0.1:56061",
 }
+BY_DAEMON = {"PMIX_SERVER_URI2": "prterun-vm-7688@0.1;tcp4://127.0.0.1:45937"}  # beside OPEN_MPI, on another node
 HYDRA = {  # MPICH 5.0.2, mpiexec -n 2, the second rank
     "HYDI_CONTROL_FD": "7",
     "MPI_LOCALNRANKS": "2",
@@ -89,6 +91,22 @@ ONE_A_NODE = {  # srun --ntasks-per-node=1 in it, the second task: a torchrun, o
     "SLURM_NTASKS": "2",
     "SLURM_PROCID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+TWO_TASKS = {  # srun -N 1 -n 2, the second task
+    **(BATCH | STEP),
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+ONE_TASK = {  # srun -n 1
+    **TWO_TASKS,
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
 }
 PMI2 = {"PMI_FD": "13", "PMI_JOBID": "20042.1", "PMI_RANK": "3", "PMI_SIZE": "4"}  # beside SRUN, by srun --mpi=pmi2
 
@@ -147,18 +165,39 @@ PMI2 = {"PMI_FD": "13", "PMI_JOBID": "20042.1", "PMI_RANK": "3", "PMI_SIZE": "4"
             id="torchrun in a batch script",
         ),
         pytest.param(
-            ONE_A_NODE | OPEN_MPI,
+            ONE_A_NODE | OPEN_MPI | BY_DAEMON,
             Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
             id="mpirun in a batch script, by a daemon that srun started",
         ),
         pytest.param(
             ONE_A_NODE
             | OPEN_MPI
+            | BY_DAEMON
             | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
             # Two ranks and two daemons, by chance.
             | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
             Environment(0, 0, 2, 2, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
             id="as many ranks as daemons, all on one node",
+        ),
+        pytest.param(
+            BATCH | OPEN_MPI,
+            Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
+            id="mpirun in a batch script, on its own node",
+        ),
+        pytest.param(
+            {"SLURM_JOB_ID": "20042", "SLURM_NTASKS": "4"} | OPEN_MPI,
+            Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
+            id="salloc mpirun",
+        ),
+        pytest.param(
+            ONE_TASK | OPEN_MPI,
+            Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
+            id="srun -n 1 mpirun",
+        ),
+        pytest.param(
+            ONE_A_NODE | HYDRA,
+            Environment(1, 1, 2, 2, 0, 1, "localhost", 10042, "mpich", "20042"),
+            id="mpiexec of MPICH in a batch script, by a daemon that srun started",
         ),
         pytest.param(
             # A daemon of mpirun's on every node but its own, and a torchrun on every node.
@@ -248,6 +287,24 @@ def test_restarts_of_slurm_and_of_torchrun_count() -> None:
             ONE_A_NODE | DEEPSPEED,
             ("how many deepspeeds srun has started: CROSS_SIZE=1, but SLURM_NTASKS=2",),
             id="deepspeed in each of two tasks",
+        ),
+        pytest.param(
+            TWO_TASKS | OPEN_MPI,
+            (
+                "what srun has started: SLURM_NTASKS=2, but",
+                "PMIX_SERVER_URI2=prterun-vm-7688@0.0 against SLURM_PROCID=1",
+            ),
+            id="srun -n 2 mpirun",
+        ),
+        pytest.param(
+            ONE_A_NODE | OPEN_MPI,
+            ("by an mpirun that is one of these tasks", "OMPI_COMM_WORLD_RANK=2", "srun --ntasks=1"),
+            id="mpirun in each of two nodes",
+        ),
+        pytest.param(
+            TWO_TASKS | HYDRA,
+            ("what srun has started: SLURM_STEP_TASKS_PER_NODE=2, but", "PMI_RANK=1", "against SLURM_PROCID=1"),
+            id="srun -n 2 mpiexec of MPICH",
         ),
         pytest.param(OPEN_MPI | HYDRA, ("OMPI_COMM_WORLD_RANK=2", "PMI_RANK=1", "PMI_SIZE=2"), id="two mpiruns"),
         pytest.param(SRUN | PMI2 | {"PMI_RANK": "1"}, ("PMI_RANK=1", "SLURM_PROCID=3"), id="srun and its PMI"),
