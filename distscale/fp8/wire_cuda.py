@@ -24,7 +24,7 @@ __all__ = ["WIRE", "load", "quantize", "sum_rows"]
 
 _OWN, _SWEEP = Path(__file__).parent, Path(nvrtc.__file__).parent
 WIRE = nvrtc.Program(
-    (_OWN / "wire.cu", _OWN / "wire.h", _SWEEP / "packed.cuh", _SWEEP / "numerics.h"),
+    (_OWN / "wire.cu", _OWN / "quad.cuh", _OWN / "wire.h", _SWEEP / "packed.cuh", _SWEEP / "numerics.h"),
     ("find_amax", "quantize", "sum_rows"),
 )
 

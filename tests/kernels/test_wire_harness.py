@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from wire_cases import CASES, Case, cases, check, fixed_case, mixed
 
 from distscale import ProtocolError
 from distscale.fp8 import wire_cuda, wire_plan
+from distscale.sweep import nvrtc
 
 EXAMPLES = int(os.environ.get("DISTSCALE_EXAMPLES", "1"))
 
@@ -63,3 +65,16 @@ def test_a_graph_is_captured_only_with_its_layout_there(gpu: HostGpu, monkeypatc
     assert len(wire_cuda._in_graphs) == 1, "the graph reads a table that is not kept"
     with pytest.raises(ProtocolError, match="run the step once before the capture"):
         wire_cuda.quantize(new.rows[:2], new.layout, new.scale)
+
+
+def test_the_cache_depends_on_all_that_is_compiled(tmp_path: Path) -> None:
+    files = wire_cuda.WIRE.files
+    included = {name for file in files for name in re.findall(r'#include "(.+)"', file.read_text())}
+    assert {file.name for file in files} == {"wire.cu", *included}
+    keys = {nvrtc._key(wire_cuda.WIRE, "sm_90", "13.0")}
+    for changed in files:
+        copies = tuple(tmp_path / file.name for file in files)
+        for copy, file in zip(copies, files, strict=True):
+            copy.write_bytes(file.read_bytes() + (b"\n" if file == changed else b""))
+        keys.add(nvrtc._key(wire_cuda.WIRE._replace(files=copies), "sm_90", "13.0"))
+    assert len(keys) == 1 + len(files)
