@@ -30,7 +30,7 @@ owner=${DISTSCALE_TERMINAL_OF:-}
 # Stopping this script alone would leave a terminal that nobody reads.
 [[ -n $owner ]] && trap '' TSTP
 
-# What is put there reaches the ranks that see the folder; mpirun.sh wants one that other hosts see, too.
+# What is put there reaches the ranks that see it. `shared` is a folder that those of other hosts see, too, if any.
 folder=$(mktemp -d "${shared:-${TMPDIR:-/tmp}}/.distscale-XXXXXX" 2>/dev/null) || folder=$(mktemp -d)
 finish() {
     rm -rf "$folder"

@@ -14,6 +14,8 @@
 # does the former alone. torchrun by itself passes signals on, too, but then reports failure whatever its workers made of
 # them. So the workers are told through a file, and torchrun sees them end well.
 
+# shellcheck disable=SC2034 # for common.sh: each node tells its own ranks
+shared=
 # shellcheck source-path=SCRIPTDIR source=common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

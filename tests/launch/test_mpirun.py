@@ -163,9 +163,10 @@ def test_the_program_under_the_wrapper_stops_resumes_and_agrees_with_torchrun(
     run = folder / "runs" / "tiny"
     program = start([*WRAPPER, *call, "--set", "run.steps=60"], folder)
     program.wait_for("step 3/")
-    program.process.send_signal(signal.SIGINT)
+    program.process.send_signal(signal.SIGUSR2)
     command = program.wait_for("to continue: ").partition("to continue: ")[2].split()
     assert program.end() == 0, program.output
+    assert "stopping: the run saves after this step\n" in program.output
     assert command[:3] == [WRAPPER[0], "tiny.toml", "--resume"]
     (done,) = checkpoints_of(run)
     assert 3 <= done < 60
@@ -206,7 +207,7 @@ def test_a_second_signal_ends_ranks_that_cannot_stop_and_an_error_comes_last(
     assert sorted(ranks) == [0, 1]
     for pid in ranks.values():
         os.kill(pid, signal.SIGSTOP)
-    program.process.send_signal(signal.SIGTERM)
+    program.process.send_signal(signal.SIGINT)
     program.wait_for("stopping")
     program.process.send_signal(signal.SIGTERM)
     assert program.end() not in (0, None)

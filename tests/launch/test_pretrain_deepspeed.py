@@ -18,7 +18,7 @@ from sessions import tiny_config
 from test_pretrain import LASTING, SENTENCE, WRAPPER, Program, record, start
 
 import pretrain
-from checkpoints import checkpoints_of
+from checkpoints import checkpoints_of, damage
 from cluster import Cluster
 from data import load_text
 from distscale import StepReport
@@ -127,20 +127,30 @@ def test_a_stopped_run_resumes_under_another_launcher_as_if_it_had_not_been_stop
     undisturbed = record(finished[0])
     run = folder / "runs" / "tiny"
     call = ["tiny.toml", "--deepspeed", "zero2.json"]
-    # A stop that is asked for on one rank before the first step, which overflows.
-    (folder / "stop").touch()
-    monkeypatch.setenv("DISTSCALE_STOP_FILE", str(folder / "stop"))
+    # A stop that rank 1 alone is asked for before the first step, which overflows.
+    (folder / "stop-1").touch()
+    shell = ["sh", "-c", 'DISTSCALE_STOP_FILE=stop-$OMPI_COMM_WORLD_RANK exec "$@"', "-"]
     # By MPI the ranks agree to meet at this port.
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    program = start([*MPIRUN, sys.executable, PROGRAM, *call], folder)
+    program = start([*MPIRUN, *shell, sys.executable, PROGRAM, *call], folder)
     assert program.end() == 0, program.output
     assert f"to continue: mpirun -n 2 python {PROGRAM} {' '.join(call)} --resume" in program.output
     assert list(checkpoints_of(run)) == [1]
     assert not (run / "summary.json").exists()
 
-    monkeypatch.delenv("DISTSCALE_STOP_FILE")
+    # Beside it is what seems a whole checkpoint of a later step, but for one bit in its largest file.
+    spoilt = run / "checkpoints" / "step_9"
+    shutil.copytree(checkpoints_of(finished[0])[20], spoilt)
+    file = max(spoilt.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert damage(spoilt) is None
+
     program = start([*DEEPSPEED, "--master_port", str(free_port()), PROGRAM, *call, "--resume"], folder)
     assert program.end() == 0, program.output
+    told = f"step_9 is damaged ({file.name} has other bytes than were written); an older one is used"
+    assert told in program.output
     assert "resumed runs/tiny at step 1" in program.output
     for before, after in zip(undisturbed, record(run), strict=True):
         assert {key: after[key] for key in LASTING} == {key: before[key] for key in LASTING}
