@@ -27,17 +27,20 @@ WORLD_SIZE = 2
 OFFLOADS = {"zero2 offload": Layout(2, offload=True), "zero3 offload": Layout(3, offload=True)}
 
 
+SLOPES = torch.arange(1.0, 7.0)
+
+
 class Sometimes(nn.Module):
-    """Two parameters, of which the second takes part when it is told to."""
+    """Two parameters, of which the second takes part when it is told to; its elements have gradients of their own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.always = nn.Parameter(torch.ones(4))
-        self.sometimes = nn.Parameter(torch.ones(4))
+        self.always = nn.Parameter(torch.ones(2))
+        self.sometimes = nn.Parameter(torch.ones(6))  # in partitions of four elements it begins in the first
 
     def forward(self, factors: Tensor) -> Tensor:
         loss = (self.always.float() * factors[0].float()).sum()
-        return loss + (self.sometimes.float() * factors[1].float()).sum() if factors[1] != 0 else loss
+        return loss + (self.sometimes.float() * SLOPES * factors[1].float()).sum() if factors[1] != 0 else loss
 
 
 def step(engine: Any, *inputs: Tensor, factor: float = 1.0) -> tuple[bool, bool]:
@@ -95,18 +98,44 @@ def unused_after_a_nan() -> dict[str, Any]:
     return seen
 
 
-def early_nan_loss(rank: int) -> list[Any]:
-    """A NaN loss of one rank in the first of two micro-batches whose gradients do not show it."""
-    engine = coordinated(Layout(2, accumulation=2), tiny_net())
-    inputs = torch.ones(3, dtype=torch.half)
-    for index in range(2):
-        loss = engine(inputs).float().sum()
-        if index == 0 and rank == 1:
+def parts_of_a_step(is_coordinated: bool) -> dict[str, Any]:
+    """By how many slopes a parameter moves that has a part in some micro-batches only, and the norm, squared."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    both, first = (torch.tensor(pair, dtype=torch.bfloat16) for pair in ([1.0, 1.0], [1.0, 0.0]))
+    seen: dict[str, Any] = {}
+    for name, layout in {"zero1": Layout(1), "zero3": Layout(3), **OFFLOADS}.items():
+        zero = {**layout.config["zero_optimization"], "ignore_unused_parameters": True}
+        seen[name] = []
+        for steps in ([(both,), (first,)], [(both, both), (first, both), (first, first), (both, first)]):
+            layout = replace(layout, fp16=False, accumulation=len(steps[0]), extra={"zero_optimization": zero})
+            engine = (coordinated if is_coordinated else plain_engine)(layout, Sometimes())
+            param = engine.module.sometimes
+            for micro_batches in steps:
+                old = safe_get_full_fp32_param(param).clone()
+                step(engine, *micro_batches)
+                moved = set(((safe_get_full_fp32_param(param) - old) / SLOPES).tolist())  # one number for all
+                seen[name].append((*moved, round(float(engine.get_global_grad_norm()) ** 2, 4)))
+    return seen
+
+
+def between_micro_batches(rank: int, load: Path | None, is_nan: bool) -> list[Any]:
+    """A NaN loss of one rank in the first of two micro-batches, or a load of another scale after it."""
+    engine = coordinated(Layout(2, accumulation=2, fp16_block={"initial_scale_power": 9 if is_nan else 5}), tiny_net())
+    seen: list[Any] = []
+    for index in range(4):
+        loss = engine(torch.ones(3, dtype=torch.half)).float().sum()
+        if index == 0 and is_nan and rank == 1:
             loss = loss + torch.tensor(math.nan)  # a constant: the gradients stay finite
         engine.backward(loss)
         engine.step()
-    report = engine.distscale.last_step
-    return [report.skipped, report.culprit.tensor, report.next_scale == report.scale]
+        if index == 0 and load is not None:
+            engine.load_checkpoint(str(load))
+        if index % 2:
+            report = engine.distscale.last_step
+            culprit = None if report.culprit is None else report.culprit.tensor
+            seen.append((report.skipped, culprit, report.vetoed_by, report.scale, report.next_scale))
+    return seen
 
 
 def reports_that_raise(rank: int) -> list[Any]:
@@ -189,9 +218,13 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
         "sparse": sparse_gradients(),
         "huge": huge_norms(),
         "unused": unused_after_a_nan(),
-        "early": early_nan_loss(rank),
+        "parts": {is_ours: parts_of_a_step(is_ours) for is_ours in (False, True)},
         "raises": reports_that_raise(rank),
         "partial": partial_loads(rank, folder),
+        "between": [
+            between_micro_batches(rank, load, is_nan)
+            for load, is_nan in ((None, True), (folder / "ours", True), (folder / "ours", False))
+        ],
         "other": other_parameters(),
         "configs": configs(folder, rank),
     }
@@ -221,8 +254,25 @@ def test_a_nan_does_not_outlive_its_step(seen: list[Any]) -> None:
             assert steps == [applied, skipped, applied, applied, applied, skipped, applied], name
 
 
-def test_a_nan_loss_of_an_early_micro_batch_counts(seen: list[Any]) -> None:
-    assert [results["early"] for results in seen] == [[True, "loss", True]] * WORLD_SIZE
+def test_a_step_is_made_of_its_own_gradients(seen: list[Any]) -> None:
+    """DeepSpeed 0.19.8 leaves gradients in buffers, and steps on them, or adds to them, a step later; see the docs."""
+    for results in seen:
+        right = [(-1.0, 93.0), (0.0, 2.0), (-1.0, 93.0), (-0.5, 24.75), (0.0, 2.0), (-0.5, 24.75)]
+        assert results["parts"][True] == dict.fromkeys(["zero1", "zero3", *OFFLOADS], right)
+        alone = results["parts"][False]
+        assert alone["zero1"] == right
+        assert [moved for moved, _ in alone["zero3"]] == [-1.0, -1.0, -1.0, -1.5, -1.5, -0.5]
+        for name in OFFLOADS:
+            assert [moved for moved, _ in alone[name]] == [-1.0, -1.0, -1.0, -1.5, -1.5, -1.5]
+
+
+def test_what_was_known_of_the_first_micro_batch_counts(seen: list[Any]) -> None:
+    """After a load, too: DeepSpeed keeps the gradients that it has."""
+    for results in seen:
+        nan, loaded_after_nan, loaded_after_another_scale = results["between"]
+        assert nan == [(True, "loss", None, 512.0, 512.0), (False, None, None, 512.0, 512.0)]
+        assert loaded_after_nan == nan
+        assert loaded_after_another_scale == [(True, None, 1, 512.0, 512.0), (False, None, None, 512.0, 1024.0)]
 
 
 def test_a_callback_that_raises_finds_the_step_done(seen: list[Any]) -> None:

@@ -30,6 +30,15 @@ SAVED = {
     "zero3": Layout(3, fp16_block=RULE),
     "bf16 zero2": Layout(2, fp16=False),
 }
+MODEL_PARALLEL = {
+    "zero0": Layout(0),
+    "zero0 fused": Layout(0, fused=True),
+    "zero1": Layout(1),
+    "zero2 offload": Layout(2, offload=True),
+    "zero3": Layout(3),
+    "zero3 offload": Layout(3, offload=True),
+    "bf16 optimizer": Layout(1, fp16=False, extra={"data_types": {"grad_accum_dtype": "fp32"}}),
+}
 UNIVERSAL = ("zero1", "zero2", "zero3", "bf16 zero2")
 
 
@@ -174,6 +183,51 @@ def tied_norm(rank: int, is_coordinated: bool) -> float:
     return float(engine.get_global_grad_norm())
 
 
+class TwoPairs:
+    """Model parallelism of two ranks, twice, as a trainer tells it to DeepSpeed."""
+
+    def __init__(self, rank: int) -> None:
+        models, copies = ([dist.new_group(ranks) for ranks in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+        self.get_model_parallel_group = lambda: models[rank // 2]
+        self.get_model_parallel_rank = lambda: rank % 2
+        self.get_model_parallel_world_size = lambda: 2
+        self.get_data_parallel_group = lambda: copies[rank % 2]
+        self.get_data_parallel_rank = lambda: rank // 2
+        self.get_data_parallel_world_size = lambda: 2
+
+
+class Halves(nn.Module):
+    """Six elements that both ranks of a model have, and three of each of them alone, with gradients of 1 and 2."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.slope = 1.0 + rank
+        self.common = nn.Parameter(torch.ones(6))
+        self.own = nn.Parameter(torch.ones(3))
+        self.own.model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return (self.common.float().sum() + self.slope * self.own.float().sum()) * factor
+
+
+def with_model_parallelism(name: str, mpu: TwoPairs) -> dict[str, Any]:
+    """The norm, squared, and the parameters after a step that is clipped to a third of it."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    layout = replace(MODEL_PARALLEL[name], clip=21.0**0.5 / 3)
+    model = Halves(mpu.get_model_parallel_rank())
+    engine = coordinated(layout, model, mpu=mpu)
+    engine.backward(engine(torch.ones((), dtype=torch.half if layout.fp16 else torch.bfloat16)))
+    engine.step()
+    with GatheredParameters(list(model.parameters())):
+        values = [float(model.common[0]), float(model.own[0])]
+    return {
+        "reported": float(engine.get_global_grad_norm()) ** 2,
+        "ours": engine.distscale.last_step.grad_norm**2,
+        "values": values,
+    }
+
+
 def one_step(engine: Any, rank: int, dtype: torch.dtype, is_bad: bool = False) -> float:
     inputs = torch.linspace(-1.0, 1.0 + rank, 3, dtype=dtype)
     # Too large for the scale, on all ranks and at every stage, in the same way with and without distscale.
@@ -286,6 +340,9 @@ def on_four(rank: int, folder: Path) -> dict[Any, Any]:
         seen["pipeline", fp16] = through_a_pipeline(rank, fp16)
     for is_ours in (False, True):
         seen["tied", is_ours] = tied_norm(rank, is_ours)
+    mpu = TwoPairs(rank)
+    for name in MODEL_PARALLEL:
+        seen["model parallel", name] = with_model_parallelism(name, mpu)
     return seen
 
 
@@ -338,6 +395,15 @@ def test_a_pipeline_decides_over_all_its_stages(fp16: bool, four: list[Any]) -> 
 def test_tied_layers_of_a_pipeline_count_once(four: list[Any]) -> None:
     for results in four:
         assert results["tied", True] == pytest.approx(results["tied", False], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODEL_PARALLEL)
+def test_what_model_parallel_ranks_have_in_common_counts_once(name: str, four: list[Any]) -> None:
+    for rank, results in enumerate(four):
+        seen = results["model parallel", name]
+        assert seen["reported"] == pytest.approx(21.0, rel=1e-6)  # six times 1, and three times 1 and 4
+        assert seen["ours"] == pytest.approx(21.0, rel=1e-12)
+        assert seen["values"] == pytest.approx([1 - 1 / 3, 1 - (1 + rank % 2) / 3], rel=1e-2)
 
 
 def check_bad_steps(on_ranks: list[list[Any]], least: int) -> None:

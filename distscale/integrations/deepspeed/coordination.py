@@ -114,10 +114,12 @@ class Coordination:
         Raises:
             ConfigError: if it cannot be used; nothing is changed then.
         """
+        before = self.get_scale()
         self._keeper.load_state_dict(state_dict)
-        self._begin_step()
         self._reports.forget()
-        self._owner.set(self.get_scale())
+        self._go_on()
+        if self._loss_bits is not None and self.get_scale() != before:
+            self.veto("a state was loaded between micro-batches, and the gradients of the first carry another scale")
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -137,8 +139,12 @@ class Coordination:
         if state is not None:
             self.load_state_dict(state)
         else:
-            self._begin_step()
-            self._owner.set(self.get_scale())
+            self._go_on()
+
+    def _go_on(self) -> None:
+        # What is known of the losses stays: DeepSpeed keeps the gradients of the micro-batches before a load.
+        self._decision = self._answer = None
+        self._owner.set(self.get_scale())
 
     # ---------------------------------------------------------------- the step
 
@@ -220,8 +226,8 @@ class Coordination:
             decision = self._overflowed(decision)
         self._keeper._commit(decision.next_state)
         decision.settle(decision.next_state)
-        if decision.skipped and self._surface is not None:
-            self._surface.clean_up()
+        if self._surface is not None:
+            self._surface.clean_up(decision.skipped)
         self._begin_step()
         if decision.has_norm and not decision.skipped:
             self._optimizer._global_grad_norm = decision.grad_norm  # the unfused optimizer leaves the scale in it

@@ -52,14 +52,17 @@ class Surface(ABC):
 
     @abstractmethod
     def gradients(self) -> Iterator[Gradient]:
-        """All that this rank holds of the step's gradients. Collective: no. Syncs host: no."""
+        """All that this rank holds of the step's gradients, put right where DeepSpeed left those of an earlier one.
+
+        Collective: no. Syncs host: no.
+        """
 
     @abstractmethod
     def install(self, answer: Callable[[], Answer]) -> None:
         """Lets the optimizer ask ``answer`` in place of its own check and norm, as often as it likes in one step."""
 
-    def clean_up(self) -> None:  # noqa: B027 - most have nothing to do
-        """Called after a skipped step: takes bad values out of buffers that outlive it."""
+    def clean_up(self, is_skipped: bool) -> None:  # noqa: B027 - most have nothing to do
+        """Called after each step: empties buffers that outlive it."""
 
 
 def counts(optimizer: Any, param: Any) -> float:

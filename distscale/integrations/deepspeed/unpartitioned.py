@@ -103,8 +103,9 @@ class FP16(Surface):
 
         self.optimizer.unscale_and_clip_grads = clip_by_ours
 
-    def clean_up(self) -> None:
-        self.optimizer.zero_grad()  # in 0.18.0 nothing else does, in BF16
+    def clean_up(self, is_skipped: bool) -> None:
+        if is_skipped:
+            self.optimizer.zero_grad()  # in 0.18.0 nothing else does, in BF16
 
 
 def _num_replicas(param: Any) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +43,13 @@ class ZeRO12(Surface):
     def _offloaded(self, group: int, params: Sequence[Tensor]) -> Iterator[Gradient]:
         optimizer = self.optimizer
         flat = optimizer.single_partition_of_fp32_groups[group].grad
-        for param in params:
+        for param in params if flat is not None else ():
             key = optimizer.get_param_id(param)
-            if flat is not None and key in optimizer.norm_for_param_grads:  # it took part in the backward pass
-                _, _, start, numel = optimizer.grad_position[key]
-                yield Gradient(param, flat.view(-1).narrow(0, start, numel), counts(optimizer, param))
+            _, first, start, numel = optimizer.grad_position[key]
+            grad = flat.view(-1).narrow(0, start, numel)
+            if key not in optimizer.norm_for_param_grads:  # no part in the last micro-batch: this is of an earlier step
+                _put_right(grad, optimizer.accumulated_grads_in_cpu.get(key), first)
+            yield Gradient(param, grad, counts(optimizer, param))
 
     def install(self, answer: Callable[[], Answer]) -> None:
         optimizer = self.optimizer
@@ -64,11 +65,11 @@ class ZeRO12(Surface):
     def _note(self, param: Tensor) -> None:
         self.optimizer.norm_for_param_grads[self.optimizer.get_param_id(param)] = None
 
-    def clean_up(self) -> None:
+    def clean_up(self, is_skipped: bool) -> None:
         if self.optimizer.cpu_offload:
-            _zero(partition.grad for partition in self.optimizer.single_partition_of_fp32_groups)
-            # Of a parameter that is next used in a later micro-batch, which is added to it.
-            _zero(self.optimizer.accumulated_grads_in_cpu.values())
+            # What is next used in a later micro-batch only is added to what is there.
+            for grad in self.optimizer.accumulated_grads_in_cpu.values():
+                grad.zero_()
 
 
 class ZeRO3(Surface):
@@ -88,6 +89,7 @@ class ZeRO3(Surface):
 
     def gradients(self) -> Iterator[Gradient]:
         optimizer = self.optimizer
+        first = 0  # in the buffer that gradients are accumulated in, one parameter of all groups after the other
         for group, params in enumerate(optimizer.fp16_groups):
             if not optimizer.offload_optimizer:
                 # Held in a list a group; a parameter that is not trained has zeros there.
@@ -97,9 +99,13 @@ class ZeRO3(Surface):
             flat = optimizer.fp32_partitioned_groups_flat[group].grad
             for param in params:
                 key = optimizer.get_param_id(param)
-                if flat is not None and key in optimizer.norm_for_param_grads:
+                if flat is not None:
                     _, start, numel = optimizer.grad_position[key]
-                    yield Gradient(param, flat.narrow(0, start, numel), self._counts(params, param))
+                    grad = flat.narrow(0, start, numel)
+                    if key not in optimizer.norm_for_param_grads:  # as in ZeRO 1 and 2
+                        _put_right(grad, optimizer.grad_partitions_flat_buffer, first)
+                    yield Gradient(param, grad, self._counts(params, param))
+                first += param.partition_numel()
 
     def install(self, answer: Callable[[], Answer]) -> None:
         optimizer = self.optimizer
@@ -116,11 +122,9 @@ class ZeRO3(Surface):
         if optimizer.offload_optimizer:
             optimizer._constant_buffered_norm2 = lambda input, buffer_size=0: torch.zeros(())
 
-    def clean_up(self) -> None:
-        # A parameter that takes no part in the next backward pass would be stepped on what is there.
-        _zero([self.optimizer.grad_partitions_flat_buffer])
-        if self.optimizer.offload_optimizer:
-            _zero(partition.grad for partition in self.optimizer.fp32_partitioned_groups_flat)
+    def clean_up(self, is_skipped: bool) -> None:
+        # A parameter that has no part in the next backward pass would be stepped on what is there.
+        self.optimizer.grad_partitions_flat_buffer.zero_()
 
     def _counts(self, params: Sequence[Tensor], param: Tensor) -> float:
         everywhere = getattr(self.optimizer, "_grad_norm_counts_every_rank", None)
@@ -129,7 +133,9 @@ class ZeRO3(Surface):
         return counts(self.optimizer, param)
 
 
-def _zero(grads: Iterable[Any]) -> None:
-    for grad in grads:
-        if grad is not None:
-            grad.zero_()
+def _put_right(grad: Tensor, accumulated: Tensor | None, first: int) -> None:
+    """Fills an offloaded gradient with what earlier micro-batches of this step have left in a buffer, if any has."""
+    if accumulated is None:
+        grad.zero_()
+    elif accumulated.data_ptr() != grad.data_ptr():  # they are one with low-precision masters
+        grad.copy_(accumulated.view(-1).narrow(0, first, grad.numel()))
