@@ -1,8 +1,7 @@
-"""This process among the ranks of the job: which device, which backend, and who ends it if it hangs."""
+"""This process among the ranks of the job: which device, which backend, and its last words."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from distscale import init_distributed
 from distscale.connect import device_of_rank
 from distscale.env import Environment
 
-__all__ = ["Cluster", "default_num_ranks", "end_if_stuck", "leave_last_words"]
+__all__ = ["Cluster", "default_num_ranks", "leave_last_words"]
 
 LAST_WORDS_VARIABLE = "DISTSCALE_LAST_WORDS"
-# A rank that its peers have given up is ended by its launcher, if at all. If not, it waits for that long.
-STUCK_TIMEOUTS = 5
 
 
 def default_num_ranks() -> int:
@@ -35,17 +32,6 @@ def leave_last_words(sentence: str) -> None:
     if path := os.environ.get(LAST_WORDS_VARIABLE):
         with suppress(OSError), open(path, "a", encoding="utf-8") as file:
             file.write(sentence + "\n")
-
-
-def end_if_stuck(timeout_s: float) -> None:
-    """Ends this process with exit code 1, wherever it is then, unless called again in time; takes 50 us.
-
-    A thread without Python's lock does it, and says on stderr where each thread was.
-
-    Args:
-        timeout_s: of a collective; the time is five times that.
-    """
-    faulthandler.dump_traceback_later(STUCK_TIMEOUTS * timeout_s, exit=True)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from cluster import Cluster, end_if_stuck, leave_last_words
+from cluster import Cluster, leave_last_words
 from data import Text
 from display import Display
 from distscale import JsonlRecord, ScaleExhaustedError
@@ -29,6 +29,7 @@ from steps import AnyTrainer
 from stop import StopRequest
 from summary import mean_last_loss, read_record, read_verdict, show, summarize, to_json
 from trainer import Trainer
+from watchdog import Watchdog
 
 __all__ = ["Session"]
 
@@ -70,6 +71,7 @@ class Session:
         self.stop = stop
         self.faults = faults
         self.step = 0
+        self._watchdog = Watchdog(cluster.rank, config.parallel.timeout_s, leave_last_words)
         # Away from a terminal the lines go to a log, which has no width.
         width = None if sys.stdout.isatty() else LOG_WIDTH
         self.console = Console(width=width) if cluster.rank == 0 else None
@@ -96,7 +98,7 @@ class Session:
             self._say(f"stopped after step {done} of {steps}; everything is saved in {folder}")
             self._say(f"to continue: {self._resume_command()}")
             return 0
-        end_if_stuck(self.config.parallel.timeout_s)
+        self._watchdog.begin(trainer.step)
         validation_loss = trainer.evaluate()
         ranks_agree = len({repr(state) for state in self.cluster.gather(trainer.fingerprint())}) == 1
         # Nothing is compared with a DeepSpeed engine.
@@ -153,7 +155,7 @@ class Session:
         ) as display:
             while trainer.step < config.run.steps:
                 self.step = trainer.step
-                end_if_stuck(config.parallel.timeout_s)
+                self._watchdog.begin(self.step)
                 if self.stop.is_made():
                     trainer.request_stop()
                 trained = trainer.train_step()

@@ -53,14 +53,26 @@ def test_a_rank_that_hangs_ends_itself_and_a_failed_verdict_is_not_trained_for_a
     ended = run_in_session(command, tmp_path, {"DISTSCALE_FAULTS": "hang step=4 rank=0"}, DEADLINE_S, subprocess.STDOUT)
     assert ended.returncode == 1, ended.stdout
     hung, failed, again = (output_of(tmp_path, life, 0) for life in range(3))
-    assert "Timeout (0:00:10)!\n" in hung, hung
-    assert "in before_exchange" in hung
+    told = "error: rank 0 at step 4: ends itself, since this step has not ended in 10 s, 5 times parallel.timeout_s"
+    assert re.search(rf"^{told}; it waits in wait \(.*, called by before_exchange \(injector.py:\d+\)", hung, re.M), (
+        hung
+    )
+    assert re.search(r"^Thread .*\n(  File .*\n)*  File .* in before_exchange$", hung, re.M), hung
     assert "resumed runs/tiny at step 3\n" in failed, failed
     verdict = re.search(r"^FAIL: validation loss .* is not below .*$", failed, re.M)
     assert verdict is not None, failed
     assert again == f"the run runs/tiny was completed before this restart, and is left as it is\n{verdict[0]}\n"
     summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
     assert (summary["verdict"], summary["missing_steps"]) == (verdict[0], [])
+
+
+def test_a_process_that_keeps_the_lock_of_python_ends_all_the_same() -> None:
+    program = "import ctypes, watchdog; watchdog.Watchdog(3, 0.125, print).begin(7); ctypes.PyDLL(None).sleep(1000)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=LAUNCH, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("Timeout (0:00:00.750000)!\n")
 
 
 def test_signals_that_come_before_a_run_has_begun_let_it_save_and_end_well(tmp_path: Path) -> None:
