@@ -15,9 +15,10 @@ import torch
 from rich.console import Console
 
 from distscale import bench, machine
+from distscale.bench import fp8 as bench_fp8
 from distscale.bench import memory, timing
 from distscale.bench.candidate import DTYPES, candidates, gradients
-from distscale.bench.fp8 import NUM_RANKS, fp8_candidates
+from distscale.bench.fp8 import NUM_RANKS, UNIT_TENSORS, Unit, fp8_candidates
 from distscale.bench.table import table
 from distscale.bench.target import targets
 from distscale.bench.timing import Timing, interleaved
@@ -70,21 +71,29 @@ def test_work_in_place_leaves_the_values(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 def test_the_kernels_of_fp8_do_the_work_that_torch_does(dtype: str) -> None:
-    found = {one.key: one for one in fp8_candidates(10_000, 3, DTYPES[dtype], CPU)}
-    assert {one.side for one in found.values()} == {"limit", "distscale", "torch"}
-    for one in found.values():
-        assert one.limit in (None, *found) and one.rival in (None, *found)
-    by_torch = found["torch_cast"].run()
-    assert isinstance(by_torch, list)
-    messages, bits, num_saturated = found["cast"].run()  # type: ignore[misc]
-    assert torch.equal(bits.view(torch.float32), torch.stack(by_torch[::2])) and not num_saturated.any()
-    for values in by_torch[1::2]:  # in the messages they come one after the other
+    grads = [grad[:1000].view(NUM_RANKS, -1) for grad in gradients(3000, 3, torch.float32, CPU)]
+    unit = Unit(grads, DTYPES[dtype])
+    (messages, bits, num_saturated), by_torch = unit.cast(), unit.cast_by_torch()
+    assert torch.equal(bits.view(torch.float32), torch.stack([amax for amax, _ in by_torch]))
+    assert not num_saturated.any()
+    for _, values in by_torch:  # in the messages they come one after the other
         assert values.dtype == DTYPES[dtype] and len(values) == NUM_RANKS
         rows = values.contiguous().view(torch.uint8)
         assert (messages.unfold(1, rows.shape[1], 1) == rows[:, None]).all(dim=(0, 2)).any()
-    total = found["sum"].run()
-    assert isinstance(total, torch.Tensor)
-    torch.testing.assert_close(total, torch.cat(found["torch_sum"].run()))  # type: ignore[arg-type]
+    torch.testing.assert_close(unit.sum(), torch.cat(unit.sum_by_torch()))
+
+
+def test_each_unit_of_fp8_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    found = {one.key: one for one in fp8_candidates(20_000, 2 * UNIT_TENSORS + 1, torch.float8_e4m3fn, CPU)}
+    for one in found.values():
+        assert one.limit in (None, *found) and one.rival in (None, *found)
+    for name in ("quantize", "sum_rows"):
+        real = getattr(bench_fp8, name)
+        monkeypatch.setattr(bench_fp8, name, lambda *args, real=real, name=name: (done.append(name), real(*args))[1])
+    for key in ("cast", "sum", "torch_cast", "torch_sum"):
+        found[key].run()
+    assert done == ["quantize"] * 3 + ["sum_rows"] * 3
 
 
 def test_other_dtypes_have_no_kernels_of_fp8() -> None:
