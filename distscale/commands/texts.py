@@ -15,7 +15,7 @@ from distscale.slurm_job import Job, Kind
 
 __all__ = ["convert", "render"]
 
-_FormatName = Literal["toml", "deepspeed", "megatron", "nemo", "nemo2", "colossalai", "accelerate"]
+_FormatName = Literal["toml", "deepspeed", "megatron", "nemo", "nemo2", "colossalai", "accelerate", "transformers"]
 
 
 def convert(
@@ -27,7 +27,8 @@ def convert(
     """Convert what a configuration says about precision and loss scale from one trainer's form to another's.
 
     Of FILE only that part is read, and only that part is written. What the new form cannot hold is printed to stderr, a
-    note a line. Formats: nemo is NeMo 1 and its native_amp keys, nemo2 is NeMo 2 and its fp16 arguments.
+    note a line. Formats: nemo is NeMo 1 and its native_amp keys, nemo2 is NeMo 2 and its fp16 arguments,
+    transformers is TrainingArguments.
     """
     from distscale.convert import convert as converted  # the other commands do without
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from distscale.convert import accelerate, colossalai, deepspeed, megatron, nemo, nemo2, toml
+from distscale.convert import accelerate, colossalai, deepspeed, megatron, nemo, nemo2, toml, transformers
 from distscale.convert.rule import Reading, ScalingRule, differences
 from distscale.errors import ConfigError
 
@@ -46,6 +46,7 @@ FORMATS: Mapping[str, Format] = {
     "nemo2": nemo2,
     "colossalai": colossalai,
     "accelerate": accelerate,
+    "transformers": transformers,
 }
 
 

@@ -39,7 +39,7 @@ _BF16 = (
 )
 _PRECISION = ("fp16", "bf16", "bfloat16", "gradient_clipping")
 _LOOKED_AT = ("zero_optimization", "torch_autocast", "distscale")
-_OTHER = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_OTHER = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 def find(text: str, where: str) -> Mapping[str, Any] | None:

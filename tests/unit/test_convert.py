@@ -218,6 +218,9 @@ MEGATRONS = ScalingRule(init_scale=2.0**32, growth_interval=1000, hysteresis=2, 
             ScalingRule(growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=2.0**32, max_norm=0.0),
         ),
         ("GradScalerKwargs()", ScalingRule()),
+        ("max_grad_norm: 2.0\nfp16: true", ScalingRule(max_norm=2.0)),
+        ("TrainingArguments('out', fp16=True)", ScalingRule(max_norm=1.0)),
+        ('{"fp16": false, "bf16": null}', ScalingRule("fp32", "none", skips_nonfinite=False, max_norm=1.0).simplest()),
         ("[scaler]", ScalingRule(at_floor="raise", max_consecutive_skips=100, max_norm=0.0)),
     ],
 )
@@ -242,13 +245,16 @@ def test_what_is_not_said_has_the_default_of_its_source(text: str, rule: Scaling
             ScalingRule("fp16", "static", 8.0, max_norm=0.0),
         ),
         ('Accelerator(mixed_precision="bf16")', "applied"),
+        ("Seq2SeqTrainingArguments(bf16=True)", "applied"),
+        ("fp16_opt_level: O3\nfp16_backend: apex\nfp16: true", "applied in fp16"),
         ("GradScalerKwargs(enabled=False)", ScalingRule("fp16", "none", 1.0, skips_nonfinite=False)),
     ],
 )
 def test_a_scale_that_stays_and_no_scale_at_all(text: str, rule: ScalingRule | str) -> None:
     read = rule_of(text)
-    if rule == "applied":
-        assert (read.dtype, read.mode, read.skips_nonfinite) == ("bf16", "none", False)
+    if isinstance(rule, str):
+        dtype = "fp16" if rule == "applied in fp16" else "bf16"
+        assert (read.dtype, read.mode, read.skips_nonfinite) == (dtype, "none", False)
     else:
         assert read == rule
 
@@ -264,6 +270,24 @@ def test_accelerate_config_has_the_scale_of_its_engine() -> None:
     assert rule_of("mixed_precision: no\ndistributed_type: NO").dtype == "fp32"
 
 
+def test_training_arguments_have_the_scale_of_their_engine() -> None:
+    def of(**arguments: Any) -> ScalingRule:
+        return rule_of(json.dumps({"fp16": True, **arguments}))
+
+    assert of(fsdp="full_shard auto_wrap", max_grad_norm=None) == ScalingRule(max_norm=0.0)
+    assert of(half_precision_backend="apex") == ScalingRule(max_scale=2.0**24, max_norm=1.0)
+    assert of(half_precision_backend="apex", fp16_opt_level="O0").dtype == "fp32"
+    assert of(half_precision_backend="cpu_amp", fp16_opt_level="O3") == ScalingRule(max_norm=1.0)
+    # What Transformers fills in: "auto", and a block that is not there.
+    auto = {"enabled": "auto", "loss_scale_window": 50}
+    filled = dataclasses.replace(DEEPSPEEDS, growth_interval=50, max_norm=0.5)
+    assert of(deepspeed={"fp16": auto, "gradient_clipping": "auto"}, max_grad_norm=0.5) == filled
+    assert of(deepspeed={"zero_optimization": {"stage": 3}}) == DEEPSPEEDS
+    assert of(fp16=False, deepspeed={"fp16": auto, "bf16": {"enabled": "auto"}}).dtype == "fp32"
+    assert of(fp16=False, fp16_full_eval=True, deepspeed={"fp16": auto, "bf16": {"enabled": False}}).dtype == "fp16"
+    assert of(fp16=False, bf16=True, deepspeed={"bf16": {"enabled": True}}).dtype == "bf16"
+
+
 def test_notes_say_what_was_not_looked_at_and_what_others_decide() -> None:
     text = json.dumps(
         {
@@ -276,6 +300,16 @@ def test_notes_say_what_was_not_looked_at_and_what_others_decide() -> None:
     )
     notes = "\n".join(convert(text, "toml").notes)
     for part in ("optimizer, steps_per_print", '"distscale"', "stage is 0", "min_loss_scale is no whole", "auto_cast"):
+        assert part in notes
+    text = json.dumps({"fp16": False, "fsdp": ["full_shard"], "tf32": True, "fp16_opt_level": "O2", "seed": 1})
+    notes = "\n".join(convert(text, "toml").notes)
+    for part in (
+        "fsdp is about the engine",
+        "tf32 is about",
+        "looked at: seed",
+        "fp16_opt_level counts",
+        "clips at 1.0",
+    ):
         assert part in notes
     assert "--lr, --seed and 1 more" in "\n".join(
         convert(
@@ -320,6 +354,14 @@ def test_notes_say_what_was_not_looked_at_and_what_others_decide() -> None:
             r"several: GradScalerKwargs in line 1 and GradScalerKwargs in line 2",
         ),
         ('Accelerator(mixed_precision="fp8")', r"'fp8' .* not converted"),
+        ('{"fp16": true, "bf16": true}', r"fp16 and bf16 are both true"),
+        ('{"fp16": "yes", "max_grad_norm": 1}', r"fp16 = 'yes' .* true or false"),
+        ('{"fp16": true, "fp16_backend": "apec"}', r"fp16_backend = 'apec' .* one of auto, apex"),
+        ('{"fp16": true, "deepspeed": "ds.json"}', r"the file that deepspeed names; convert that file, ds\.json"),
+        ('{"fp16": true, "deepspeed": {"fp16": {"enabled": false}}}', r"deepspeed.fp16.enabled = False contradicts"),
+        ('{"fp16": true, "deepspeed": {"bf16": {"enabled": true}}}', r"bf16.enabled = True contradicts bf16 = False"),
+        ('{"fp16": true, "deepspeed": {"gradient_clipping": 2}}', r"gradient_clipping = 2 contradicts .* = 1.0"),
+        ('{"fp16": true, "deepspeed": {"fp16": {"histeresis": 2}}}', r": deepspeed: there is no key fp16.histeresis"),
         ("[scaler]\ngrowth_intervall = 1", r"did you mean scaler.growth_interval\?"),
         ("[scaler]\nhysteresis_refill = 1", r"hysteresis_refill = 1 .* from 2"),
         ('[scaler]\npolicy = "dinamic"', r"one of dynamic, static, none"),
@@ -346,7 +388,11 @@ JUNK = st.recursive(
 def test_whatever_the_values_are_nothing_but_a_sentence_is_raised(source: str, data: st.DataObject) -> None:
     values: Any = FORMATS[source].find((FOLDER / f"{source}.txt").read_text(), "it")
     values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
-    extra = {"deepspeed": ["torch_autocast"], "accelerate": ["distributed_type", "megatron_lm_config", "enabled"]}
+    extra = {
+        "deepspeed": ["torch_autocast"],
+        "transformers": ["deepspeed", "fp16_backend"],
+        "accelerate": ["distributed_type", "megatron_lm_config", "enabled"],
+    }
     for key in data.draw(st.lists(st.sampled_from([*values, *extra.get(source, [])]), max_size=3)):
         inner = values.get(key)
         if isinstance(inner, dict) and inner and data.draw(st.booleans()):
