@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from patience import DEADLINE_S, Patient
-from test_pretrain import CONFIG, LASTING, SENTENCE, TORCHRUN, record
+from test_pretrain import CONFIG, LASTING, SENTENCE, record
 from test_pretrain_deepspeed import CONFIG as DEEPSPEED_CONFIG
 from test_pretrain_deepspeed import shipped
 
@@ -27,6 +27,7 @@ from distscale.slurm import render
 from distscale.slurm_job import Job, Kind
 
 ROOT = Path(__file__).parents[2]
+FORKED_RANKS = str(Path(__file__).with_name("forked_ranks.py"))
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin"
 MISSING = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name, path=PATH) is None]
 pytestmark = [
@@ -209,7 +210,7 @@ def write_config(folder: Path, name: str, text: str = CONFIG) -> str:
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Path) -> list[dict[str, Any]]:
     """The record of a run that was left alone, without SLURM."""
-    program = Patient([*TORCHRUN, write_config(cluster, "undisturbed")], cluster)
+    program = Patient([sys.executable, FORKED_RANKS, "[[0, 1]]", "2", write_config(cluster, "undisturbed")], cluster)
     try:
         assert program.end() == 0, program.output
     finally:
