@@ -172,7 +172,8 @@ class StaticScale:
         _check_scale("init_scale", self.init_scale)
 
     def next_state(self, state: ScaleState, outcome: Outcome) -> ScaleState:
-        return state._replace(blocked_steps=_blocked_steps(state, outcome.overflow | outcome.lost, outcome.clean))
+        blocked_steps = _blocked_steps(state, outcome.overflow | outcome.lost, outcome.clean)
+        return ScaleState(state.scale, state.growth_tracker, state.hysteresis_tracker, blocked_steps)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class Recipe:
 
     def dtype_of(self, tensor: Metered) -> torch.dtype:
         """The FP8 dtype of ``tensor``."""
-        return _FORMATS[self.fp8_format][tensor.is_gradient and not tensor.is_sent]
+        for_most, for_output_gradients = _FORMATS[self.fp8_format]
+        return for_output_gradients if tensor.is_gradient and not tensor.is_sent else for_most
 
     def as_dict(self) -> dict[str, str | int | bool]:
         """Plain values, for a saved state and for messages."""

@@ -103,6 +103,7 @@ def test_gradients_of_all_dtypes_and_strides_in_one_call(
         torch.testing.assert_close(grad, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11, of checked ones
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("bad", [0.0, INF, math.nan])
 def test_sparse_gradients(local_scaler: GradScaler, dtype: torch.dtype, bad: float) -> None:

@@ -44,7 +44,8 @@ class Bytes:
         self.num = 0
 
     def __enter__(self) -> Bytes:
-        self._all = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "all_gather_single")}
+        names = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
+        self._all = {name: getattr(dist, name) for name in names}
         for name, gather in self._all.items():
 
             def counted(output: Tensor, input: Tensor, *args: Any, _gather: Any = gather, **kwargs: Any) -> Any:
