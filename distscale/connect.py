@@ -83,9 +83,14 @@ def init_distributed(
     except DistScaleError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
+        across_nodes = (
+            ". If the nodes cannot reach each other (a host's own name may be an address of its loopback), set "
+            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network interface that they share"
+        )
         raise ProtocolError(
             f"rank {environment.rank} of {environment.world_size} could not make the process group ({backend}, "
-            f"{place}); look for the first error among the ranks. The backend said: {first_line(error)}"
+            f"{place}); look for the first error among the ranks{across_nodes if environment.num_nodes > 1 else ''}. "
+            f"The backend said: {first_line(error)}"
         ) from error
     return environment
 

@@ -200,6 +200,20 @@ def test_the_backend_follows_the_device(
     assert options.get("device_id") == (None if device == "cpu" else torch.device(device))
 
 
+@pytest.mark.parametrize(("num_nodes", "is_told"), [(1, False), (2, True)])
+def test_what_to_set_if_the_nodes_do_not_reach_each_other(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int, is_told: bool
+) -> None:
+    monkeypatch.setattr(connect, "meet", lambda environment, timeout_s, is_lent: dist.HashStore())
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2 // num_nodes, "GROUP_RANK": 0}
+    for variable, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1234}.items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    said = message(lambda: distscale.init_distributed(device="cpu"), ProtocolError)
+    assert "none-such" in said  # by gloo
+    assert ("GLOO_SOCKET_IFNAME" in said) == is_told
+
+
 def test_a_gpu_of_its_own_that_srun_shows_a_task_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Environment(3, 3, 4, 4, launcher="srun")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
