@@ -18,7 +18,6 @@ REASONS = {
     "growth_delay": "ColossalAI counts clean steps since the start, an overflow or a growth",
     "hysteresis_refill": "ColossalAI refills the hysteresis only when the scale grows",
     "at_floor": "ColossalAI never ends the run because of skips",
-    "max_consecutive_skips": "ColossalAI does not count",
     "skips_nonfinite": "ColossalAI checks in fp16 always, elsewhere never",
     "max_norm": "ColossalAI clips or does not; set it if the source clips elsewhere",
 }

@@ -45,7 +45,7 @@ _OTHER = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_g
 def find(text: str, where: str) -> Mapping[str, Any] | None:
     """The JSON, if it has a block of DeepSpeed's."""
     values = mapping(text, where)
-    blocks = ("fp16", "bf16", "bfloat16", "zero_optimization")
+    blocks = ("fp16", "bf16", "bfloat16")
     if values is None or not (any(isinstance(values.get(key), Mapping) for key in blocks) or set(_OTHER) & set(values)):
         return None
     return values

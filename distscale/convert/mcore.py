@@ -19,7 +19,6 @@ REASONS = {
     "hysteresis_refill": "Megatron-core refills the hysteresis only when the scale grows",
     "max_scale": "Megatron-core has no cap",
     "at_floor": "Megatron-core never ends the run because of skips",
-    "max_consecutive_skips": "Megatron-core does not count",
     "skips_nonfinite": "Megatron-core checks where it has a scale: in fp16 always, in bf16 with a loss_scale",
     "max_norm": "Megatron-core clips, or measures without clipping at 0",
 }
@@ -38,9 +37,7 @@ def read(keys: Keys, dtype: DType, *, prefix: str, joint: str) -> ScalingRule:
     def name(words: str) -> str:
         return prefix + words.replace("_", joint)
 
-    static = 0.0
-    if name("loss_scale") in keys:
-        static = keys.number(name("loss_scale"), 0, lambda x: 0 <= x < math.inf, "a number of at least 0 (0: dynamic)")
+    static = keys.number(name("loss_scale"), 0, lambda x: 0 <= x < math.inf, "a number of at least 0 (0: dynamic)")
     if static and dtype != "fp32":
         return ScalingRule(dtype, "static", keys.scale(name("loss_scale"), 0)).simplest()
     if dtype != "fp16":
@@ -58,9 +55,7 @@ def read(keys: Keys, dtype: DType, *, prefix: str, joint: str) -> ScalingRule:
 
 def hold(rule: ScalingRule) -> ScalingRule:
     """What Megatron-core can make of ``rule``."""
-    rule = dataclasses.replace(
-        rule, at_floor="skip", max_consecutive_skips=None, max_norm=0.0 if rule.max_norm == math.inf else rule.max_norm
-    )
+    rule = dataclasses.replace(rule, at_floor="skip", max_norm=0.0 if rule.max_norm == math.inf else rule.max_norm)
     if rule.dtype == "fp32" or (rule.mode == "dynamic" and rule.dtype == "bf16"):
         return dataclasses.replace(rule, mode="none", skips_nonfinite=False).simplest()
     if rule.mode != "dynamic":

@@ -31,7 +31,6 @@ REASONS = {
     "min_scale": "NeMo 1 has no floor",
     "max_scale": "NeMo 1 has no cap",
     "at_floor": "NeMo 1 has no floor, and never ends the run because of skips",
-    "max_consecutive_skips": "NeMo 1 does not count",
     "skips_nonfinite": "NeMo 1 checks in fp16 always, elsewhere never",
     "max_norm": "NeMo 1 clips, or does not",
 }

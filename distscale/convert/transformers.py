@@ -22,11 +22,9 @@ REASONS = {
     **dict.fromkeys(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), _DEFAULT),
     "growth_delay": "torch counts clean steps since the start, an overflow or a growth",
     "hysteresis": "torch backs off at each overflow",
-    "hysteresis_refill": "torch has no hysteresis",
     "min_scale": "torch has no floor",
     "max_scale": "torch has no cap",
     "at_floor": "torch never ends the run because of skips",
-    "max_consecutive_skips": "torch does not count",
     "skips_nonfinite": "torch checks only with a scaler, which is there in fp16",
     "max_norm": "Trainer clips or does not; set it if the source clips elsewhere",
 }

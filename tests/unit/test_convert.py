@@ -232,6 +232,10 @@ def test_what_is_not_said_has_the_default_of_its_source(text: str, rule: Scaling
     ("text", "rule"),
     [
         ('{"bf16": {"enabled": true}}', ScalingRule("bf16", "none", 1.0)),
+        ('{"bf16": {"enabled": true}, "bfloat16": {"enabled": false}}', ScalingRule("bf16", "none", 1.0)),
+        ('{"fp16": {"enabled": true, "loss_scale": 0}}', dataclasses.replace(DEEPSPEEDS, max_norm=None)),
+        ("--fp16 --loss-scale 0", MEGATRONS),
+        ("# --bf16\n--fp16 # or --bf16\n--loss-scale 128", ScalingRule("fp16", "static", 128.0)),
         ('{"bfloat16": {"enabled": true, "check_grad_overflow": false}}', "applied"),
         ('{"fp16": {"enabled": "auto"}, "bf16": {"enabled": true}}', ScalingRule("bf16", "none", 1.0)),
         ('{"fp16": {"enabled": true, "loss_scale": 128}}', ScalingRule("fp16", "static", 128.0)),
@@ -318,6 +322,121 @@ def test_notes_say_what_was_not_looked_at_and_what_others_decide() -> None:
     )
 
 
+DEEPSPEED_KEYS = {
+    "fp16": {"enabled": True, "auto_cast": False, "fp16_master_weights_and_grads": True},
+    "bf16": {
+        "enabled": False,
+        "immediate_grad_update": True,
+        "check_grad_overflow": True,
+        "bf16_master_weights_and_grads": True,
+        "bf16_optimizer_states": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "notes"),
+    [
+        (  # each of DeepSpeed's keys is known; those about the engine are told
+            json.dumps(DEEPSPEED_KEYS),
+            [
+                "fp16.fp16_master_weights_and_grads = true is",
+                "bf16.bf16_master_weights_and_grads = true is",
+                "bf16.bf16_optimizer_states = true is",
+            ],
+        ),
+        ('{"bfloat16": {"enabled": true}}', []),
+        ('{"bf16": {"enabled": true, "check_grad_overflow": false}}', ["bf16.check_grad_overflow = false"]),
+        ('{"bf16": {"enabled": false}}', []),
+        (
+            '{"fp16": {"enabled": true}, "zero_optimization": {"stage": 1}, "torch_autocast": {"enabled": false}}',
+            ["gradient_clipping is not there"],
+        ),
+        (
+            '{"fp16": {"enabled": true}, "zero_optimization": {}}',
+            ["gradient_clipping is not there", "zero_optimization.stage is 0"],
+        ),
+        ('{"fp16": {"enabled": true}, "zero_optimization": true}', ["gradient_clipping is not there"]),
+        ('{"zero_optimization": true}', ["gradient_clipping is not there"]),
+        (
+            '{"train_micro_batch_size_per_gpu": 1}',
+            ["not looked at: train_micro_batch_size_per_gpu", "gradient_clipping"],
+        ),
+        ('{"train_batch_size": 1}', ["not looked at: train_batch_size", "gradient_clipping"]),
+        ('{"fp16": true, "max_grad_norm": 1, "fp16_opt_level": "O1", "fsdp": "", "tf32": null}', []),
+        ('{"fp16": true, "max_grad_norm": 1, "per_device_train_batch_size": 1}', ["not looked at: per_device"]),
+        (  # as many as are shown
+            "--fp16 --clip-grad 1 " + " ".join(f"--a{letter} 1" for letter in "abcdefghijkl"),
+            ["not looked at: " + ", ".join(f"--a{letter}" for letter in "abcdefghijkl")],
+        ),
+    ],
+)
+def test_a_source_has_the_notes_that_are_due_and_no_other(text: str, notes: list[str]) -> None:
+    source = recognize(text, "it")
+    found = FORMATS[source].read(FORMATS[source].find(text, "it") or {}, "it").notes
+    assert len(found) == len(notes)
+    assert all(any(note in line for line in found) for note in notes)
+    assert not any(line.endswith("more") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "result", "notes"),
+    [
+        (
+            'Accelerator(mixed_precision="bf16")',
+            "deepspeed",
+            {"bf16": {"enabled": True, "check_grad_overflow": False}},
+            [],
+        ),
+        ('{"fp16": {"enabled": true, "loss_scale": 8}}', "deepspeed", {"fp16": {"enabled": True, "loss_scale": 8}}, []),
+        (
+            '[precision]\ndtype = "fp32"\n[scaler]\npolicy = "none"',
+            "deepspeed",
+            {"fp16": {"enabled": False}, "bf16": {"enabled": False}, "gradient_clipping": 0},
+            ["skips_nonfinite: skipped becomes applied in deepspeed", "at_floor: end the run becomes skip for ever"],
+        ),
+        (
+            "--bf16 --clip-grad 0",
+            "transformers",
+            {"fp16": False, "bf16": True, "max_grad_norm": 0},
+            ["--bf16 without --loss-scale"],
+        ),
+    ],
+)
+def test_what_is_written_in_json_and_why(text: str, target: str, result: Any, notes: list[str]) -> None:
+    converted = convert(text, target)
+    assert json.loads(converted.text) == result
+    assert [any(line.startswith(note) for note in notes) for line in converted.notes] == [True] * len(notes)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_clipping_and_a_start_are_kept_without_a_dynamic_scale(name: str) -> None:
+    for rule in (
+        ScalingRule("bf16", "none", 1.0, skips_nonfinite=False, max_norm=0.5),
+        ScalingRule("fp32", "none", 1.0, skips_nonfinite=False, max_norm=0.5),
+        ScalingRule("fp16", "static", 8.0, max_norm=0.5),
+    ):
+        held = FORMATS[name].hold(rule)
+        assert held.dtype == rule.dtype
+        assert held.max_norm == (None if name in ("nemo2", "accelerate") else 0.5)
+        if name != "transformers":
+            assert held.init_scale == rule.init_scale
+
+
+def test_the_largest_floor_is_held_by_deepspeed() -> None:
+    top = ScalingRule(init_scale=2.0**126, min_scale=2.0**125 + 2.0**120)
+    held = FORMATS["deepspeed"].hold(top)
+    assert (held.init_scale, held.min_scale) == (2.0**126, top.min_scale)
+    with pytest.raises(ConfigError, match=r"gives 2\.5, above the start 2"):
+        convert('{"fp16": {"enabled": true, "initial_scale_power": 1, "min_loss_scale": 2.5}}', "toml")
+
+
+def test_a_rule_has_its_start_within_its_bounds_and_no_idle_fields() -> None:
+    with pytest.raises(ConfigError, match="the start 8 must lie between the floor 0 and the cap 4"):
+        ScalingRule(init_scale=8.0, max_scale=4.0)
+    assert ScalingRule("bf16", "none", skips_nonfinite=False, at_floor="raise").simplest().at_floor == "skip"
+
+
 # --- what cannot be meant ---
 
 
@@ -328,6 +447,10 @@ def test_notes_say_what_was_not_looked_at_and_what_others_decide() -> None:
         ('{"fp16": {"enabled": true, "histeresis": 2}}', r"no key fp16.histeresis; did you mean fp16.hysteresis\?"),
         ('{"fp16": {"enabled": true, "initial_scale_power": 2000}}', r"initial_scale_power = 2000 .* from 0 to 126"),
         ('{"fp16": {"enabled": true, "initial_scale_power": 2, "min_loss_scale": 8}}', r"gives 8, above the start 4"),
+        ('{"fp16": {"enabled": true, "loss_scale": -1}}', r"loss_scale = -1 .* at least 0 \(0: dynamic\)"),
+        ('{"fp16": {"enabled": true, "loss_scale": Infinity}}', r"loss_scale = inf .* at least 0 \(0: dynamic\)"),
+        ("--fp16 --loss-scale -1", r"--loss-scale = '-1' .* at least 0 \(0: dynamic\)"),
+        ("--fp16 --loss-scale inf", r"--loss-scale = 'inf' .* at least 0 \(0: dynamic\)"),
         ('{"fp16": {"enabled": true, "loss_scale": true}}', r"loss_scale = True cannot be used"),
         ('{"fp16": {"enabled": true, "loss_scale": 1e99}}', r"between 2\^-126 and 2\^126"),
         ('{"fp16": {"enabled": "yes"}}', r"fp16.enabled = 'yes' .* true or false"),
@@ -413,6 +536,7 @@ def test_a_source_that_is_said_must_be_it() -> None:
 
 def test_a_script_is_read_and_not_run_and_its_arithmetic_is_bounded() -> None:
     values = sources.calls("f(a=2**16, b=-1, c=9**9**9, d=1/0, e=[1], g=open('x'), **h)")[0].values
+    assert sources.calls("m.f(a=3 * 2, b=1 / 4, c=1 << 4)")[0][::2] == ("f", {"a": 6, "b": 0.25, "c": 16})
     assert (values["a"], values["b"], values["e"]) == (65536, -1, [1])
     assert all(isinstance(values[key], sources.Expression) for key in ("c", "d", "g", "**h"))
 
