@@ -320,6 +320,20 @@ def test_a_state_that_a_setting_adds_later_is_not_created_by_a_skip(kind: str) -
     assert bits(optimizer) == before
 
 
+def test_a_parameter_whose_first_gradient_is_bad_gets_no_state() -> None:
+    # An expert that nothing was sent to before: the fused kernel would leave it memory that nothing was written to.
+    params = matrices()
+    optimizer = SGD(params, lr=0.1, momentum=0.9, fused=True)
+    scaler = DistributedGradScaler("cpu")
+    for is_late in (False, False, True):
+        optimizer.zero_grad()
+        before = bits(optimizer)
+        scaler.scale(params[is_late].sum() * (INF if is_late else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert bits(optimizer) == before
+
+
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     param = nn.Parameter(torch.zeros(2))
     reducer = CountingReducer(LocalReducer())
@@ -343,3 +357,16 @@ def test_a_norm_beyond_fp64_is_an_overflow(max_norm: float) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert (scaler.last_step.skipped, scaler.get_scale(), param.tolist()) == (True, 2.0, [1.0, 1.0])
+
+
+def test_a_gradient_whose_conjugate_is_in_memory() -> None:
+    param = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    scaler = DistributedGradScaler("cpu", init_scale=4.0)
+    for bad in (0.0, INF):
+        param.grad = torch.tensor([complex(8, 4), complex(16, bad)]).conj()
+        assert param.grad.is_conj()
+        scaler.scale(torch.ones(()))
+        scaler.step(SGD([param], lr=1.0))
+        scaler.update()
+        assert param.tolist() == [complex(-2, 1), complex(-4, 0)]
+    assert scaler.get_scale() == 2.0

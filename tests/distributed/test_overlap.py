@@ -14,6 +14,7 @@ from cases import counted, error_of, local, poison, results_by_case, tiny_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW
 
 from distscale.integrations.fsdp import overlap
@@ -25,7 +26,16 @@ CHANGES: Mapping[str, Callable[[nn.Module], Any]] = {
     "multiplied locally": lambda model: model[2].weight.grad.to_local().mul_(2.0),
     "replaced": lambda model: setattr(model[2].weight, "grad", model[2].weight.grad * 2.0),
 }
-KINDS = ["fsdp2", "hsdp", "fp16 reduced in fp16", "accumulated", "one layer unused", "unscaled and clipped", *CHANGES]
+KINDS = [
+    "fsdp2",
+    "hsdp",
+    "fp16 reduced in fp16",
+    "accumulated",
+    "one layer unused",
+    "one parameter unused",
+    "unscaled and clipped",
+    *CHANGES,
+]
 
 
 @contextmanager
@@ -47,6 +57,8 @@ def counting_values() -> Iterator[list[int]]:
 
 def sharded(kind: str) -> nn.Module:
     model = tiny_model()
+    if kind == "one parameter unused":
+        model[3]._parameters = {"unused": nn.Parameter(torch.ones(4)), **model[3]._parameters}  # the first of its unit
     shape, names = ((2, 2), ("replicate", "shard")) if kind == "hsdp" else ((4,), ("shard",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     low = torch.float16
@@ -63,8 +75,12 @@ def backward(model: nn.Module, scaler: Any, seed: int, kind: str) -> None:
     scaler.scale(y.float().square().mean()).backward()
 
 
-def trained(kind: str, early: bool) -> tuple[list[Any], list[int]]:
-    """Three steps, an inf on the second one. The reports with the parameters behind them, and the values read."""
+def trained(kind: str, early: bool) -> tuple[list[Any], list[int], StorageWeakRef]:
+    """Three steps, an inf on the second one.
+
+    Returns:
+        The reports with the parameters behind them, the values read, and the memory that one gradient had.
+    """
     model = sharded(kind)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     scaler, _ = counted(init_scale=256.0, max_norm=0.05, names=model)
@@ -87,26 +103,27 @@ def trained(kind: str, early: bool) -> tuple[list[Any], list[int]]:
             scaler.step(optimizer)
             scaler.update()
         read.append(values[0])
+        memory = StorageWeakRef(local(model[0].weight.grad).untyped_storage())
         report = scaler.last_step
         params = [local(param).detach().clone() for param in model.parameters()]
         numbers = {"norm": report.grad_norm, "coef": report.clip_coef or math.nan, **report.amax}
         seen.append((report.skipped, report.scale, numbers, params))
         optimizer.zero_grad()
-    return seen, read
+    return seen, read, memory
 
 
 def both(rank: int) -> dict[str, Any]:
     results = {}
     for kind in KINDS:
-        late, read_late = trained(kind, early=False)
-        early, read_early = trained(kind, early=True)
+        late, read_late, _ = trained(kind, early=False)
+        early, read_early, memory = trained(kind, early=True)
         same = all(
             a[:2] == b[:2]
             and a[2] == pytest.approx(b[2], rel=1e-6, nan_ok=True)
             and all(torch.allclose(p, q, rtol=1e-6, atol=0) for p, q in zip(a[3], b[3], strict=True))
             for a, b in zip(late, early, strict=True)
         )
-        results[kind] = same, [seen[0] for seen in early], read_late, read_early
+        results[kind] = same, [seen[0] for seen in early], read_late, read_early, memory.expired()
     return results
 
 
@@ -122,25 +139,31 @@ def results() -> dict[str, list[Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_results(results: dict[str, list[Any]], kind: str) -> None:
     for seen in results["both"]:
-        same, skipped, _, _ = seen[kind]
+        same, skipped, *_ = seen[kind]
         assert same
         assert skipped == [False, True, False]
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
+@pytest.mark.parametrize("kind", ["fsdp2", "hsdp", "one parameter unused"])
 def test_no_gradient_is_read_twice(results: dict[str, list[Any]], kind: str) -> None:
     for rank, seen in enumerate(results["both"]):
-        _, _, read_late, read_early = seen[kind]
+        _, _, read_late, read_early, _ = seen[kind]
         assert read_early[0] == read_late[0] > 0
         assert read_early[2] == read_late[2]
         # The inf was written after the sweep, so that unit is read again.
         assert (read_early[1] > read_late[1]) == (rank == 2)
 
 
+def test_the_memory_of_the_gradients_is_let_go(results: dict[str, list[Any]]) -> None:
+    for seen in results["both"]:
+        *_, is_free = seen["fsdp2"]
+        assert is_free
+
+
 def test_what_changed_is_read_again(results: dict[str, list[Any]]) -> None:
     for seen in results["both"]:
         for kind in ("accumulated", "unscaled and clipped"):
-            _, _, read_late, read_early = seen[kind]
+            _, _, read_late, read_early, _ = seen[kind]
             assert all(early > late for early, late in zip(read_early, read_late, strict=True))
 
 
