@@ -126,6 +126,7 @@ def compile_for(program: Program, arch: str, ptxas_options: Sequence[str] = (), 
         name=program.name,
         arch=arch,
         std=_STANDARD,
+        device_as_default_execution_space=True,  # NVRTC 13.0 takes lambdas for functions of the host
         include_path=sorted({str(path.parent) for path in program.files}),
         ptxas_options=list(ptxas_options) or None,
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,21 @@ PROGRAMS = [nvrtc.SWEEP, WIRE]
 MOST_REGISTERS = {"scale": 64, "sweep": 64, "sweep_and_write": 128, "find_amax": 64, "quantize": 128, "sum_rows": 64}
 """For blocks of 256 threads, 4 or 2 of them on a multiprocessor at least."""
 
+ROOT = Path(__file__).parents[2]
+OLDEST = "13.0.88"
+COMPILE = """
+import ctypes, sys
+for library in sys.argv[1:]:  # found before any other, since it is there
+    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+from cuda.bindings import nvrtc as bindings
+print(*bindings.nvrtcVersion()[1:], sep=".")
+from distscale.fp8.wire_cuda import WIRE
+from distscale.sweep import nvrtc
+for program in (nvrtc.SWEEP, WIRE):
+    assert nvrtc.compile_for(program, "sm_90").startswith(b"\\x7fELF")
+    print(program.name)
+"""
+
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
@@ -28,6 +45,25 @@ def test_no_kernel_spills(program: nvrtc.Program, arch: str) -> None:
     report = io.StringIO()
     assert nvrtc.compile_for(program, arch, ["-v"], report).startswith(b"\x7fELF")
     check_report(program, report.getvalue(), arch)
+
+
+@pytest.mark.timeout(300)
+def test_the_oldest_nvrtc_compiles_them_too(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """The one of torch 2.11. It takes a lambda for a function of the host, which later ones do not."""
+    fetched = Path(request.config.cache.mkdir("nvrtc"))
+    if not list(fetched.glob(f"*{OLDEST}*.whl")):
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [*pip, "--only-binary", ":all:", "--dest", str(fetched), f"nvidia-cuda-nvrtc=={OLDEST}"]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            pytest.skip(f"pip cannot fetch NVRTC {OLDEST} here: {ended.stderr.strip().splitlines()[-1]}")
+    with zipfile.ZipFile(next(fetched.glob(f"*{OLDEST}*.whl"))) as files:
+        files.extractall(tmp_path)
+    libraries = sorted(map(str, tmp_path.glob("nvidia/**/libnvrtc*.so*")), key=lambda path: "builtins" not in path)
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE, *libraries]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["13.0", "sweep.cu", "wire.cu"]
 
 
 @pytest.mark.timeout(300)
