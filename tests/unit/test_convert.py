@@ -140,6 +140,21 @@ def test_the_toml_is_a_scaler_section_of_a_run(tmp_path: Path) -> None:
         assert config.scaler.max_consecutive_skips == (100 if rule.at_floor == "raise" else policy.MAX_COUNT)
 
 
+def test_the_toml_has_no_keys_that_are_idle() -> None:
+    head = '[precision]\ndtype = "fp16"\n\n[scaler]\n'
+    for mode, scale in (("none", ""), ("static", "init_scale = 8.0\n")):
+        text = f'{head}policy = "{mode}"\n{scale}max_consecutive_skips = 7\n'
+        assert convert(text, "toml").text == text
+
+
+def test_a_scaler_is_written_in_fp16_only() -> None:
+    source = '[precision]\ndtype = "bf16"\n[scaler]\nmax_norm = 0.5'
+    assert convert(source, "accelerate").text == 'Accelerator(\n    mixed_precision="bf16",\n)\n'
+    assert convert(source, "colossalai").text == 'LowLevelZeroPlugin(\n    precision="bf16",\n    max_norm=0.5,\n)\n'
+    assert convert(source, "nemo").text == "trainer:\n  precision: bf16-mixed\n  gradient_clip_val: 0.5\n"
+    assert convert(source, "nemo2").text == 'MegatronMixedPrecision(\n    precision="bf16-mixed",\n)\n'
+
+
 def test_every_key_of_the_scaler_section_is_converted() -> None:
     for key in ScalerSection.model_fields:
         with pytest.raises(ConfigError, match=rf"scaler\.{key}s; did you mean"):
@@ -251,6 +266,24 @@ def test_what_is_not_said_has_the_default_of_its_source(text: str, rule: Scaling
         ('Accelerator(mixed_precision="bf16")', "applied"),
         ("Seq2SeqTrainingArguments(bf16=True)", "applied"),
         ("fp16_opt_level: O3\nfp16_backend: apex\nfp16: true", "applied in fp16"),
+        ("[scaler]\nenabled = false", ScalingRule("fp16", "none", 1.0, skips_nonfinite=False, max_norm=0.0)),
+        (
+            '[scaler]\npolicy = "static"\ninit_scale = 8\nmin_scale = 16\nmax_consecutive_skips = 7',
+            ScalingRule("fp16", "static", 8.0, at_floor="raise", max_consecutive_skips=7, max_norm=0.0),
+        ),
+        ('[precision]\ndtype = "fp16"', rule_of("[scaler]")),
+        ("torch.distributed.fsdp.ShardedGradScaler(init_scale=8.0)", ScalingRule(init_scale=8.0)),
+        ("torch.amp.GradScaler('cuda', init_scale=8.0)", ScalingRule(init_scale=8.0)),
+        (
+            "mixed_precision: no\ndistributed_type: DEEPSPEED\ndeepspeed_config: {gradient_clipping: 0.5}",
+            ScalingRule("fp32", "none", 1.0, skips_nonfinite=False, max_norm=0.5),
+        ),
+        ('MoeHybridParallelPlugin(precision="fp32", max_norm=2)', rule_of("max_grad_norm: 2")),
+        (
+            "HybridParallelPlugin(growth_factor=4.0, backoff_factor=0.25, min_scale=None, max_scale=None, max_norm=1)",
+            ScalingRule(growth_factor=4.0, backoff_factor=0.25, growth_interval=1000, hysteresis=2, max_norm=1.0),
+        ),
+        ("GradScalerKwargs(growth_factor=4.0)", ScalingRule(growth_factor=4.0)),
         ("GradScalerKwargs(enabled=False)", ScalingRule("fp16", "none", 1.0, skips_nonfinite=False)),
     ],
 )
@@ -363,6 +396,16 @@ DEEPSPEED_KEYS = {
             ["not looked at: train_micro_batch_size_per_gpu", "gradient_clipping"],
         ),
         ('{"train_batch_size": 1}', ["not looked at: train_batch_size", "gradient_clipping"]),
+        ("GradScalerKwargs()", ["mixed_precision is not there", "the scale is the default of torch.amp.GradScaler"]),
+        ("GradScalerKwargs(init_scale=8.0)", ["mixed_precision is not there"]),
+        (
+            "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: fp16",
+            ["the scale is the default of torch.amp.GradScaler"],
+        ),
+        ("compute_environment: LOCAL_MACHINE", ["mixed_precision is not there", "the scale is the default"]),
+        ("distributed_type: DEEPSPEED", []),
+        ("distributed_type: DEEPSPEED\nmixed_precision: bf16", []),
+        ("distributed_type: DEEPSPEED\nmixed_precision: fp16", ["the scale is DeepSpeed's default"]),
         ('{"fp16": true, "max_grad_norm": 1, "fp16_opt_level": "O1", "fsdp": "", "tf32": null}', []),
         ('{"fp16": true, "max_grad_norm": 1, "per_device_train_batch_size": 1}', ["not looked at: per_device"]),
         (  # as many as are shown
@@ -421,6 +464,8 @@ def test_clipping_and_a_start_are_kept_without_a_dynamic_scale(name: str) -> Non
         assert held.max_norm == (None if name in ("nemo2", "accelerate") else 0.5)
         if name != "transformers":
             assert held.init_scale == rule.init_scale
+        if rule.mode == "static" and name in ("nemo", "accelerate"):
+            assert held.growth_interval == policy.MAX_COUNT  # dynamic, for there is no other
 
 
 def test_the_largest_floor_is_held_by_deepspeed() -> None:
@@ -487,6 +532,9 @@ def test_a_rule_has_its_start_within_its_bounds_and_no_idle_fields() -> None:
         ('{"fp16": true, "deepspeed": {"fp16": {"histeresis": 2}}}', r": deepspeed: there is no key fp16.histeresis"),
         ("[scaler]\ngrowth_intervall = 1", r"did you mean scaler.growth_interval\?"),
         ("[scaler]\nhysteresis_refill = 1", r"hysteresis_refill = 1 .* from 2"),
+        ("[scaler]\ninit_scale = 8\nmin_scale = 16", r"scaler.min_scale gives 16, above the start 8"),
+        ("[scaler]\ngrowth_interval = 2147483647\ngrowth_delay = 1", r"growth_delay = 1 .* from 0 to 0"),
+        ('[run]\nname = "a"', r"it has no key of any known format"),
         ('[scaler]\npolicy = "dinamic"', r"one of dynamic, static, none"),
         ("hello", r"the format cannot be told, it has no key of any known format; say --from, one of toml, "),
         ('{"initial_scale": 8, "init_scale": 8}', r"it may be colossalai or accelerate"),
