@@ -22,6 +22,7 @@ from wire_models import Blocks, agree, batch, errors, exact, new_scales, step
 
 from distscale import ConfigError, DesyncError, DistributedGradScaler, ProcessGroupReducer
 from distscale.fp8 import DelayedScaling, SentGradients, send_gradients_in_fp8
+from distscale.fsdp_units import param_groups
 from ranks import CountingReducer, run_ranks
 
 INF_BITS = 0x7F800000
@@ -330,7 +331,7 @@ def unknown(rank: int) -> None:
     send_gradients_in_fp8(model, scales, min_numel=0)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            (group,) = module._get_fsdp_state()._fsdp_param_groups
+            (group,) = param_groups(module)
             del group.post_backward  # our note of what has a gradient
     with pytest.warns(UserWarning, match="are reduced without FP8"):
         model(batch(rank)).backward()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from distscale import DistributedGradScaler
@@ -338,7 +339,8 @@ def check_pipeline(rank: int) -> None:
         schedule.step(target=torch.zeros(4, 16))
     torch.use_deterministic_algorithms(False)
     assert len(inputs) == 3  # one dry run
-    assert inputs[0].isnan().any() == (rank == 1)
+    # Of rank 1 in unwritten memory, but for torch 2.11, whose dry run is of zeros.
+    assert inputs[0].isnan().any() == (rank == 1 and TorchVersion(torch.__version__) >= (2, 12))
     meter = stage_model[0].meter
     assert meter.amax[0] == bits_of_amax(torch.cat(inputs[1:]))
     assert 0 < meter.amax[2] <= bits_of_amax(torch.cat(gradients[-2:]))
