@@ -72,7 +72,7 @@ def hold(rule: ScalingRule) -> ScalingRule:
         skips_nonfinite=rule.dtype == "fp16",
         max_norm=0.0 if rule.max_norm == math.inf else rule.max_norm or 0.0,
     )
-    return (rule if rule.dtype == "fp16" else dataclasses.replace(rule, mode="none", skips_nonfinite=False)).simplest()
+    return (rule if rule.dtype == "fp16" else dataclasses.replace(rule, mode="none")).simplest()
 
 
 def render(rule: ScalingRule) -> str:

@@ -283,6 +283,14 @@ def test_what_is_not_said_has_the_default_of_its_source(text: str, rule: Scaling
             "HybridParallelPlugin(growth_factor=4.0, backoff_factor=0.25, min_scale=None, max_scale=None, max_norm=1)",
             ScalingRule(growth_factor=4.0, backoff_factor=0.25, growth_interval=1000, hysteresis=2, max_norm=1.0),
         ),
+        (
+            "native_amp_init_scale: 8",
+            ScalingRule(init_scale=8.0, growth_interval=1000, hysteresis=2, hysteresis_refill=1),
+        ),
+        (
+            "make(initial_scale=8.0, hysteresis=0, min_scale=0, max_scale=0)",
+            ScalingRule(init_scale=8.0, growth_interval=1000, max_norm=0.0),
+        ),
         ("GradScalerKwargs(growth_factor=4.0)", ScalingRule(growth_factor=4.0)),
         ("GradScalerKwargs(enabled=False)", ScalingRule("fp16", "none", 1.0, skips_nonfinite=False)),
     ],
@@ -305,6 +313,21 @@ def test_accelerate_config_has_the_scale_of_its_engine() -> None:
     with pytest.raises(ConfigError, match=r"deepspeed_config_file; convert that file, ds\.json"):
         rule_of(config + "DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}")
     assert rule_of("mixed_precision: no\ndistributed_type: NO").dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        *((f"fp16_{name}: 4", "nemo2") for name in ("loss_scale", "initial_loss_scale", "min_loss_scale")),
+        *((f"fp16_{name}: 4", "nemo2") for name in ("loss_scale_window", "hysteresis")),
+        *((f"trainer: {{precision: {name}}}", "nemo") for name in ("bf16", "bf16-mixed", "32", "fp32", "32-true")),
+        *((f"fp16: true\nfp16_backend: {name}", "transformers") for name in ("auto", "amp", "cuda_amp", "cpu_amp")),
+        ("bf16: true", "transformers"),
+    ],
+)
+def test_a_single_key_tells_the_format(text: str, source: str) -> None:
+    assert recognize(text, "it") == source
+    rule_of(text)
 
 
 def test_training_arguments_have_the_scale_of_their_engine() -> None:
@@ -396,6 +419,15 @@ DEEPSPEED_KEYS = {
             ["not looked at: train_micro_batch_size_per_gpu", "gradient_clipping"],
         ),
         ('{"train_batch_size": 1}', ["not looked at: train_batch_size", "gradient_clipping"]),
+        ("--hysteresis 2", ["neither --fp16 nor --bf16 is there"]),
+        ("native_amp_init_scale: 8", ["trainer.precision is not there"]),
+        ("trainer: {precision: 16}\nmodel: {native_amp_init_scale: 8}", []),
+        ("MegatronMixedPrecision()", ["precision is not there", "clipping is in OptimizerConfig"]),
+        (
+            "GeminiPlugin(initial_scale=8, min_scale=1, max_scale=16, growth_factor=2, backoff_factor=0.5, "
+            "growth_interval=9, hysteresis=1, precision='fp16', max_norm=1)",
+            [],
+        ),
         ("GradScalerKwargs()", ["mixed_precision is not there", "the scale is the default of torch.amp.GradScaler"]),
         ("GradScalerKwargs(init_scale=8.0)", ["mixed_precision is not there"]),
         (
@@ -534,6 +566,10 @@ def test_a_rule_has_its_start_within_its_bounds_and_no_idle_fields() -> None:
         ("[scaler]\nhysteresis_refill = 1", r"hysteresis_refill = 1 .* from 2"),
         ("[scaler]\ninit_scale = 8\nmin_scale = 16", r"scaler.min_scale gives 16, above the start 8"),
         ("[scaler]\ngrowth_interval = 2147483647\ngrowth_delay = 1", r"growth_delay = 1 .* from 0 to 0"),
+        ("native_amp_init_scale: -1", r": native_amp_init_scale = -1"),
+        ("trainer: {precision: bf16, gradient_clip_val: -1}", r": trainer.gradient_clip_val = -1"),
+        ("precision: bf16\nnative_amp_init_scale: 8\ngradient_clip_val: -1", r": gradient_clip_val = -1"),
+        ("trainer: fast\nmodel: gpt", r"it has no key of any known format"),
         ('[run]\nname = "a"', r"it has no key of any known format"),
         ('[scaler]\npolicy = "dinamic"', r"one of dynamic, static, none"),
         ("hello", r"the format cannot be told, it has no key of any known format; say --from, one of toml, "),
