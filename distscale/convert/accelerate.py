@@ -84,7 +84,7 @@ def _of_deepspeed(values: Mapping[str, Any], where: str) -> Reading:
         name = engine["deepspeed_config_file"]
         raise ConfigError(f"{where}: the scale is in deepspeed_config.deepspeed_config_file; convert that file, {name}")
     dtype = Keys(values, where).choice("mixed_precision", "no", _DTYPES)
-    blocks: dict[str, Any] = {dtype: {"enabled": True}} if dtype != "fp32" else {"fp16": {"enabled": False}}
+    blocks: dict[str, Any] = {dtype: {"enabled": True}} if dtype != "fp32" else {}
     rule, notes = deepspeed.read(blocks, where)
     if dtype == "fp16":
         notes = [*notes, "the scale is DeepSpeed's default"]

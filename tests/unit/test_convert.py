@@ -243,6 +243,9 @@ def test_what_is_not_said_has_the_default_of_its_source(text: str, rule: Scaling
     assert rule_of(text) == rule
 
 
+TINY = ScalingRule(init_scale=policy.MIN_SCALE, growth_interval=1000, hysteresis=2, max_scale=2.0**32, max_norm=0.0)
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
@@ -291,6 +294,8 @@ def test_what_is_not_said_has_the_default_of_its_source(text: str, rule: Scaling
             "make(initial_scale=8.0, hysteresis=0, min_scale=0, max_scale=0)",
             ScalingRule(init_scale=8.0, growth_interval=1000, max_norm=0.0),
         ),
+        ("GradScalerKwargs(init_scale=2**126)", ScalingRule(init_scale=2.0**126)),
+        ("make()(init_scale=2.0, initial_scale=2.0**-126, min_scale=0)", TINY),
         ("GradScalerKwargs(growth_factor=4.0)", ScalingRule(growth_factor=4.0)),
         ("GradScalerKwargs(enabled=False)", ScalingRule("fp16", "none", 1.0, skips_nonfinite=False)),
     ],
@@ -566,6 +571,9 @@ def test_a_rule_has_its_start_within_its_bounds_and_no_idle_fields() -> None:
         ("[scaler]\nhysteresis_refill = 1", r"hysteresis_refill = 1 .* from 2"),
         ("[scaler]\ninit_scale = 8\nmin_scale = 16", r"scaler.min_scale gives 16, above the start 8"),
         ("[scaler]\ngrowth_interval = 2147483647\ngrowth_delay = 1", r"growth_delay = 1 .* from 0 to 0"),
+        ("[scaler]\nzzz = 1", r"there is no key scaler.zzz; there are enabled, policy"),
+        ("[scaler]\ngrowth_factor = inf", r"growth_factor = inf .* above 1"),
+        ("[scaler]\nbackoff_factor = 0", r"backoff_factor = 0 .* between 0 and 1"),
         ("native_amp_init_scale: -1", r": native_amp_init_scale = -1"),
         ("trainer: {precision: bf16, gradient_clip_val: -1}", r": trainer.gradient_clip_val = -1"),
         ("precision: bf16\nnative_amp_init_scale: 8\ngradient_clip_val: -1", r": gradient_clip_val = -1"),
