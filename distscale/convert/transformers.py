@@ -62,6 +62,12 @@ def read(values: Mapping[str, Any], where: str) -> Reading:
     fp16, bf16 = keys.flag("fp16", False), keys.flag("bf16", False)
     if fp16 and bf16:
         raise ConfigError(f"{where}: fp16 and bf16 are both true; Transformers takes one of them")
+    unpacked = [name for name in values if str(name).startswith("**")]  # YAML has keys that are numbers
+    if unpacked and not (fp16 or bf16 or {"fp16", "bf16"} <= set(values)):
+        raise ConfigError(
+            f"{where}: fp16 or bf16 may be in {' or '.join(unpacked)}, which is not run and cannot be read; write both "
+            "as arguments of their own"
+        )
     if values.get("deepspeed"):
         rule, more = deepspeed.read(_filled(values["deepspeed"], keys, where), f"{where}: deepspeed")
         return Reading(rule, [*notes, *more])

@@ -342,6 +342,9 @@ def test_training_arguments_have_the_scale_of_their_engine() -> None:
     assert of(fsdp="full_shard auto_wrap", max_grad_norm=None) == ScalingRule(max_norm=0.0)
     assert of(half_precision_backend="apex") == ScalingRule(max_scale=2.0**24, max_norm=1.0)
     assert of(half_precision_backend="apex", fp16_opt_level="O0").dtype == "fp32"
+    assert rule_of("TrainingArguments(bf16=True, **kw)").dtype == "bf16"
+    assert rule_of("fp16: true\n1: 2").dtype == "fp16"
+    assert rule_of("TrainingArguments(fp16=False, bf16=False, **kw)").dtype == "fp32"
     assert of(half_precision_backend="cpu_amp", fp16_opt_level="O3") == ScalingRule(max_norm=1.0)
     # What Transformers fills in: "auto", and a block that is not there.
     auto = {"enabled": "auto", "loss_scale_window": 50}
@@ -562,6 +565,8 @@ def test_a_rule_has_its_start_within_its_bounds_and_no_idle_fields() -> None:
         ('{"fp16": true, "bf16": true}', r"fp16 and bf16 are both true"),
         ('{"fp16": "yes", "max_grad_norm": 1}', r"fp16 = 'yes' .* true or false"),
         ('{"fp16": true, "fp16_backend": "apec"}', r"fp16_backend = 'apec' .* one of auto, apex"),
+        ("TrainingArguments(output_dir=out, **kw)", r"fp16 or bf16 may be in \*\*kw, .* write both as arguments"),
+        ("TrainingArguments(fp16=False, **f(x))", r"fp16 or bf16 may be in \*\*f\(x\), "),
         ('{"fp16": true, "deepspeed": "ds.json"}', r"the file that deepspeed names; convert that file, ds\.json"),
         ('{"fp16": true, "deepspeed": {"fp16": {"enabled": false}}}', r"deepspeed.fp16.enabled = False contradicts"),
         ('{"fp16": true, "deepspeed": {"bf16": {"enabled": true}}}', r"bf16.enabled = True contradicts bf16 = False"),
