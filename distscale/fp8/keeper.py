@@ -196,28 +196,35 @@ class Fp8Scales:
     def load_state_dict(self, state: Mapping[str, str], reset: bool = False) -> None:
         """Restores the histories, on any number of ranks, after the model was converted. Collective: no.
 
+        The scaler does this for its own state, and hands out the scales that follow from it. Without the scaler, call
+        ``hand_out(loss_scale)`` after it: gradients carry the loss scale, which the histories do not know. Until then,
+        or until the next ``update()``, no scale is known, and each tensor is scaled by its own amax.
+
         Another ``amax_history_len`` may be given: a shorter history keeps the newest entries, a longer one has room for
         more. Any other difference of the recipes is an error. Tensors that the state does not know begin without a
-        history, as in a new run. The scaler does this for its own state, and hands out the scales that follow.
+        history, as in a new run. All meters that are registered are served, in or out of the agreed table.
 
         Args:
             reset: begin without histories if the state is of another recipe, instead of raising. Of a scaler's state
-                one takes ``"fp8"`` out for that.
+                one takes ``"fp8"`` out for that, since loading it without lets the histories begin anew.
 
         Raises:
             ConfigError: if the state is not one, is of another recipe (it names the fields with both values), or holds
                 impossible values. Nothing is changed then.
         """
-        self._loaded = saved.decode(self.recipe, state, reset)
-        if not self._table.tensors:  # until the ranks agree
-            self._build(join([self.tensors]), torch.device("cpu"))
-        self._set_histories({})
-        self.clear()
+        self._begin_with(saved.decode(self.recipe, state, reset))
 
     def forget(self) -> None:
-        """Begins without histories, and with nothing seen."""
-        self._loaded = {}
+        """Begins without histories and scales, and with nothing seen."""
+        self._begin_with({})
+
+    def _begin_with(self, histories: Mapping[str, Sequence[float]]) -> None:
+        if not self.is_agreed:  # a table of this rank's own, until the ranks agree
+            self._build(join([self.tensors]), torch.device("cpu"))
+        self._loaded = histories
         self._set_histories({})
+        for meter in self.meters:
+            meter.scale.zero_()
         self.clear()
 
     def _histories(self) -> dict[str, Sequence[float]]:

@@ -7,14 +7,13 @@ loaded into has already, brings back the histories of a scaler that has none yet
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from distscale.errors import ConfigError
-from distscale.fp8.recipe import Recipe
+from distscale.fp8.recipe import DelayedScaling, Recipe
 from distscale.policy import is_number
 
 __all__ = ["decode", "encode", "split"]
@@ -39,7 +38,8 @@ def decode(recipe: Recipe, state: Mapping[str, str], reset: bool) -> dict[str, l
     """
     if not isinstance(state, Mapping) or set(state) != {"recipe", "amax_history"}:
         raise ConfigError("this is not the state of FP8 scales: it must have 'recipe' and 'amax_history', and no more")
-    differing = _differences(_read(state, "recipe"), recipe.as_dict())
+    theirs = _read(state, "recipe")
+    differing = _differences(theirs, recipe.as_dict())
     if differing and reset:
         return {}
     if differing:
@@ -47,11 +47,17 @@ def decode(recipe: Recipe, state: Mapping[str, str], reset: bool) -> dict[str, l
             f"the saved FP8 scales are of another recipe: {'; '.join(differing)}. Use that recipe; or begin without "
             "histories: by reset=True of Fp8Scales.load_state_dict(), or by taking 'fp8' out of a scaler's state"
         )
+    if isinstance(recipe, DelayedScaling):
+        try:
+            DelayedScaling(amax_history_len=theirs[_MAY_DIFFER])
+        except ConfigError as error:
+            raise ConfigError(f"the saved FP8 scales cannot be used: {error}") from None
     histories = _read(state, "amax_history")
     for name, history in histories.items():
         if not isinstance(history, list) or not all(is_number(amax) and _is_amax(amax) for amax in history):
             raise ConfigError(f"the saved FP8 scales cannot be used: the history of {name} holds impossible values")
-    return histories
+    # JSON may have written whole numbers, of any size.
+    return {name: [float(amax) for amax in history] for name, history in histories.items()}
 
 
 def split(state: Mapping[str, Any], recipe: Recipe | None) -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
@@ -96,7 +102,7 @@ def _said(recipe: Mapping[str, Any], key: str) -> str:
 def _read(state: Mapping[str, str], key: str) -> dict[str, Any]:
     try:
         value = json.loads(state[key])
-    except (TypeError, json.JSONDecodeError):
+    except (TypeError, ValueError, RecursionError):  # not JSON, too many digits, nested too deeply
         value = None
     if not isinstance(value, dict):
         raise ConfigError(f"the saved FP8 scales cannot be used: {key} is not the JSON of an object")
@@ -104,4 +110,4 @@ def _read(state: Mapping[str, str], key: str) -> dict[str, Any]:
 
 
 def _is_amax(value: float) -> bool:
-    return math.isfinite(value) and 0 < value <= _FLOAT32_MAX
+    return 0 < value <= _FLOAT32_MAX  # a whole number may be too large for a float

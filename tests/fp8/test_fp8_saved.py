@@ -104,8 +104,91 @@ def test_each_field_of_another_recipe_is_an_error_or_a_reset(field: str) -> None
     assert (job.scaler.get_scale(), job.histories, job.scale) == (64.0, {}, [0.0, 0.0, 0.0])
     job.see(5.0)
     job.step()
+    assert job.scale[0] > 0
     job.scales.load_state_dict(state["fp8"], reset=True)
-    assert job.histories == {}
+    assert (job.histories, job.scale) == ({}, [0.0, 0.0, 0.0])
+
+
+def test_a_reset_forgets_the_scales_of_all_ranks_and_of_what_is_sent() -> None:
+    state = _trained().scales.state_dict()
+
+    def rank_main(rank: int, reducer: Any) -> Any:
+        job = Job(DelayedScaling(margin=2), reducer=reducer)
+        sent = job.scales.meter([Metered("layer.bias (sent)", is_gradient=True, is_sent=True)])
+        found = []
+        for factor in (1.0, 100.0):
+            job.see(factor * (1 + rank), 2.0, 8.0)
+            sent.record(0, bits_of_amax(torch.tensor(8.0 * factor)))
+            job.step()
+            found.append((job.histories, job.scale, sent.scale.tolist()))
+            job.scales.load_state_dict(state, reset=True)
+            found.append((job.histories, job.scale, sent.scale.tolist()))
+        return found
+
+    ranks = ThreadRanks(2).run(lambda reducer: rank_main(reducer.rank, reducer))
+    assert ranks[0] == ranks[1]
+    forgotten = ({}, [0.0, 0.0, 0.0], [0.0])
+    # 448 / 2 and 448 / 200, over 4 for the margin: 56 and 0.56, down to powers of two.
+    assert [found[1][:1] for found in ranks[0]] == [[32.0], [0.0], [0.5], [0.0]]
+    assert (ranks[0][1], ranks[0][3]) == (forgotten, forgotten) and ranks[0][2][2] == [0.125]
+
+
+def test_a_batch_of_another_size_after_a_reset_is_not_cut_off() -> None:
+    model, scales, scaler = _converted(DelayedScaling(margin=2))
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    scaler.scale(model(inputs).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scales.load_state_dict(_trained().scales.state_dict(), reset=True)
+    exact = nn.functional.linear(100 * inputs, model[0].weight, model[0].bias)
+    assert (model(100 * inputs) - exact).norm() < 0.1 * exact.norm()
+
+
+def test_scales_alone_hand_out_nothing_until_they_are_told_the_loss_scale() -> None:
+    old = _trained()
+    for job in (Job(), _trained()):  # in a new process, and in one that goes back
+        job.see(1000.0, 1000.0, 1000.0)
+        job.scales.load_state_dict(old.scales.state_dict())
+        assert (job.scale, job.meter.amax.tolist()) == ([0.0, 0.0, 0.0], [0, 0, 0])
+        job.scales.hand_out(torch.tensor(old.scaler.get_scale()))
+        assert job.scale == old.scale and all(job.scale)
+
+
+def test_what_is_registered_after_a_load_has_its_scales_from_the_next() -> None:
+    """A model that is converted, or sends its gradients, later; with the ranks agreed before, and without."""
+
+    def register(job: Job) -> list[Any]:
+        critic = job.scales.meter([Metered("critic.input", is_gradient=False)])
+        return [critic, job.scales.meter([Metered("layer.bias (sent)", is_gradient=True, is_sent=True)])]
+
+    def see(job: Job, late: list[Any]) -> None:
+        job.see(7.0, 2.0, 8.0)
+        for meter in late:
+            meter.record(0, bits_of_amax(torch.tensor(8.0)))
+        job.step()
+
+    def rank_main(rank: int, reducer: Any) -> Any:
+        old = Job(reducer=reducer)
+        late = register(old)
+        see(old, late)
+        both, scale = old.scaler.state_dict(), [old.scale, *(meter.scale.tolist() for meter in late)]
+        for steps in (0, 1):
+            job = Job(reducer=reducer, names=("layer", f"of_rank{rank}"))
+            job.scaler.load_state_dict(both)
+            for _ in range(steps):
+                job.step()
+            late = register(job)
+            job.scaler.load_state_dict(both)
+            assert [job.scale[:3], *(meter.scale.tolist() for meter in late)] == scale
+            assert job.scaler.state_dict() == both
+            see(job, late)
+            assert job.histories["critic.input"] == [8.0, 8.0]
+            assert job.histories["layer.bias (sent)"] == [1.0, 1.0]
+        return job.histories, scale
+
+    ranks = ThreadRanks(2).run(lambda reducer: rank_main(reducer.rank, reducer))
+    assert ranks[0] == ranks[1] and all(value for values in ranks[0][1] for value in values)
 
 
 @given(saved=recipes, mine=recipes)
@@ -219,6 +302,9 @@ def test_a_state_of_a_run_without_fp8_and_of_one_with() -> None:
         plain.load_state_dict(job.scaler.state_dict())
 
 
+RECIPE = DelayedScaling("HYBRID", amax_history_len=4).as_dict()
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -230,12 +316,26 @@ def test_a_state_of_a_run_without_fp8_and_of_one_with() -> None:
         {"amax_history": '{"layer.input": [1e39]}'},
         {"amax_history": '{"layer.input": 1.0}'},
         {"amax_history": "[]"},
+        {"amax_history": '{"layer.input": [1' + "0" * 400 + "]}"},
+        {"amax_history": '{"layer.input": [1' + "0" * 5000 + "]}"},
+        {"amax_history": "[" * 100_000},
+        {"amax_history": b"{\xff}"},
+        {"recipe": json.dumps(RECIPE | {"amax_history_len": "x"})},
+        {"recipe": json.dumps(RECIPE | {"amax_history_len": -3})},
+        {"recipe": json.dumps(RECIPE | {"amax_history_len": True})},
     ],
 )
 def test_an_impossible_state_changes_nothing(broken: Any) -> None:
     job = Job()
     state = job.scaler.state_dict()
-    whole = state["fp8"] | broken if isinstance(broken, dict) and "amax_history" in broken else broken
+    whole = state["fp8"] | broken if isinstance(broken, dict) and len(broken) == 1 else broken
     with pytest.raises(ConfigError, match="FP8 scales"):
         job.scaler.load_state_dict({**state, "scale": 64.0, "fp8": whole})
     assert job.scaler.state_dict() == state
+
+
+def test_whole_numbers_are_read_as_well() -> None:
+    job = Job()
+    fp8 = job.scales.state_dict() | {"amax_history": '{"layer.input": [1000000000000000000000000000000, 2]}'}
+    job.scales.load_state_dict(fp8)
+    assert job.histories == {"layer.input": [torch.tensor(1e30).item(), 2.0]}
