@@ -8,7 +8,7 @@
     def test_sums() -> None:
         assert run_ranks(sums, 2, 10) == [21, 21]
 
-The processes are forked from a server that has imported torch and nothing has run in. A start still costs a good part
+The processes are forked from servers that have imported torch and nothing has run in. A start still costs a good part
 of a second: let one call run many cases.
 """
 
@@ -22,15 +22,19 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -44,8 +48,13 @@ _STACK_WAIT_S = 2.0
 _ORPHAN_S = 30.0
 
 _context = multiprocessing.get_context("forkserver")
+# One of the even ranks and one of the odd: a string has another hash in each, and so a set another order, as on ranks
+# that a launcher starts.
+_servers = ForkServer(), ForkServer()
 # What most ranks import anyway, seconds of it. Nothing that starts a thread, reads the environment or looks for a GPU.
-_context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"])
+_PRELOADED = ["pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+for _server in _servers:
+    _server.set_forkserver_preload(_PRELOADED)
 
 
 @dataclass(frozen=True)
@@ -106,8 +115,8 @@ def run_ranks(
         processes = [_context.Process(target=_rank_main, args=(job,), daemon=True) for job in jobs]
         late: dict[int, str] = {}
         try:
-            for process in processes:
-                process.start()
+            for rank, process in enumerate(processes):
+                _start(process, rank)
             if not _wait_for_all(processes, deadline, group_timeout_s + 5.0):
                 late = _stacks(jobs, processes)
         finally:
@@ -117,6 +126,16 @@ def run_ranks(
                 if process.pid is not None:
                     process.join()
         return _results(fn, jobs, [process.exitcode for process in processes], late)
+
+
+def _start(process: ForkServerProcess, rank: int) -> None:
+    with patch.dict(os.environ):
+        for seed, server in enumerate(_servers):
+            os.environ["PYTHONHASHSEED"] = str(seed)
+            server.ensure_running()
+    # multiprocessing itself knows of one server alone.
+    with patch.object(forkserver, "connect_to_new_process", _servers[rank % 2].connect_to_new_process):
+        process.start()
 
 
 def _wait_for_all(processes: Sequence[ForkServerProcess], deadline: float, grace_s: float) -> bool:
@@ -211,7 +230,8 @@ def _rank_main(job: _Job) -> None:
     with job.file("stack").open("w") as stack:
         faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=True)
         print("where it was, the innermost call first:", file=stack, flush=True)
-        # Comes to pass only if the parent was killed: then no orphan stays for long.
+        # If the parent is killed no orphan stays, not even one that holds Python's lock.
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         faulthandler.dump_traceback_later(job.timeout_s + _ORPHAN_S, exit=True, file=sys.__stderr__ or 2)
         try:
             outcome = pickle.dumps(("returned", _call(job)))
@@ -231,6 +251,13 @@ def _rank_main(job: _Job) -> None:
         sys.stderr.flush()
         # At the end of the interpreter, gloo's threads of groups that something still holds now and then abort it.
         os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _write_whole(file: Path, content: bytes) -> None:

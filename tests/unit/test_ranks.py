@@ -29,6 +29,7 @@ def report(rank: int, shared: torch.Tensor, maxima: list[list[int]], sums: list[
         "backend": dist.get_backend(),
         "shared": shared,
         "threads": torch.get_num_threads(),
+        "hash": hash("as on ranks that are started apart"),
         "pid": os.getpid(),
         "reduced": reduce_and_gather(ProcessGroupReducer(), maxima, sums),
     }
@@ -101,6 +102,7 @@ def test_results_come_by_rank_and_threads_agree_with_processes() -> None:
         assert told["shared"].tolist() == [rank, rank]
         assert told["threads"] == 1
         assert is_gone(told["pid"])
+    assert reports[0]["hash"] != reports[1]["hash"]
     assert not multiprocessing.active_children()
     assert "RANK" not in os.environ
 
