@@ -118,7 +118,8 @@ def test_a_cut_wire_ends_every_rank_with_an_error(hosts: tuple[Host, Host], tmp_
         # The first host has two ranks, and either may be the first to say it.
         lines.append(programs[0].wait_for(r"^error: rank \d"))
         for line in lines:
-            assert re.match(r"error: rank \d at step \d+: a peer died or did not answer in time\.", line), line
+            # In a collective of FSDP's, mostly, or in the exchange.
+            assert re.match(r"error: rank \d at step \d+: .*a peer died(, was stopped,)? or did not answer", line, re.I)
         assert sorted(int(line.split()[2]) for line in lines) == [0, 1, 2]
         # torchrun itself ends where the rendezvous is; the other one looks for it for long, and is ended here.
         assert programs[0].end() == 1
