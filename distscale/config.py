@@ -83,7 +83,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
-    if not (equals and dot and name):
+    if not (equals and section and dot and name) or "\n" in override:
         raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as train.lr=1e-3")
     try:
         value = tomllib.loads(f"value = {text}")["value"]

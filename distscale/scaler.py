@@ -133,6 +133,11 @@ class DistributedGradScaler(LocalScaler):
             warn_if_forgotten(names)
         self._coordinator = Coordinator(process_group, reducer, names, max_norm, fp8)
         super().__init__(device, make_policy(policy, rule), enabled, self._coordinator.roster)
+        if fp8 is not None and not self._enabled:
+            raise ConfigError(
+                f"fp8= needs a scaler that works, and device={device!r} disables this one, for there is no CUDA here; "
+                "on a CPU, give device='cpu'"
+            )
         self._reports = ReportQueue(on_step, max_consecutive_skips)
         self._stop_requested = False
         self._failure: Exception | None = None  # that left this rank's parameters in doubt

@@ -308,6 +308,12 @@ def test_mistakes() -> None:
         DistributedGradScaler("cpu", fp8=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="enabled=True"):
         DistributedGradScaler("cpu", enabled=False, fp8=Fp8Scales(DelayedScaling()))
+    if not torch.cuda.is_available():
+        with (
+            pytest.warns(UserWarning, match="CUDA is not available"),
+            pytest.raises(ConfigError, match=r"device='cuda' disables this one.*give device='cpu'"),
+        ):
+            DistributedGradScaler(fp8=Fp8Scales(DelayedScaling()))
     with pytest.raises(ConfigError, match="not an FP8 recipe"):
         Fp8Scales("delayed")  # type: ignore[arg-type]
     job = Job()

@@ -145,7 +145,7 @@ def test_files_that_cannot_be_configs(tmp_path: Path) -> None:
         load_config(broken)
 
 
-@pytest.mark.parametrize("override", ["train.lr", "lr=3", "train.=3", "=3"])
+@pytest.mark.parametrize("override", ["train.lr", "lr=3", "train.=3", "=3", ".lr=3", "train.lr=1\nwarmup=3"])
 def test_an_override_of_another_form_is_refused(write: Write, override: str) -> None:
     with pytest.raises(ConfigError, match=r"not of the form section\.key=value"):
         load_config(write(""), [override])
