@@ -151,6 +151,8 @@ def fsdp1_layout(
         device_id=CPU,
         device_mesh=mesh,
     )
+    assert model._handle is not None
+    assert model._handle._offload_params == offload
 
     def backward(scaler: Any) -> None:
         with model.no_sync() if accumulate else nullcontext():
