@@ -51,8 +51,9 @@ def find(text: str, where: str) -> Mapping[str, Any] | None:
     return values
 
 
-def read(values: Mapping[str, Any], where: str) -> Reading:
-    """Reads the whole JSON, or those blocks alone."""
+def read(values: Mapping[str, Any], where: str, whole: bool = False) -> Reading:
+    """Reads the JSON, or those blocks alone, as which it counts if it has no other key and is not said to be whole."""
+    whole = whole or bool(set(values) - set(_PRECISION))
     notes: list[str] = []
     fp16 = _block(values, "fp16", _FP16, where, notes)
     old = "bf16" not in values and "bfloat16" in values
@@ -63,7 +64,7 @@ def read(values: Mapping[str, Any], where: str) -> Reading:
             f"{where}: torch_autocast.enabled is true: DeepSpeed then scales by torch.amp.GradScaler's defaults, which "
             "no key changes; convert GradScalerKwargs() with --from accelerate instead"
         )
-    clipping = _clipping(values, where, notes)
+    clipping = _clipping(values, where, whole, notes)
     if "distscale" in values:
         notes.append('the block "distscale" was not converted: it is for the engine, and goes before fp16 there')
     notes += not_looked_at(key for key in values if key not in (*_PRECISION, *_LOOKED_AT))
@@ -78,7 +79,8 @@ def read(values: Mapping[str, Any], where: str) -> Reading:
         scale = fp16.scale("loss_scale", 0)
         return Reading(ScalingRule(mode="static", init_scale=scale, max_norm=clipping).simplest(), notes)
     return Reading(
-        dataclasses.replace(_dynamic(fp16, notes), max_norm=clipping).simplest(), notes + _at_stage_0(values)
+        dataclasses.replace(_dynamic(fp16, notes), max_norm=clipping).simplest(),
+        notes + (_at_stage_0(values) if whole else []),
     )
 
 
@@ -131,11 +133,11 @@ def _dtype(fp16: Keys, bf16: Keys, where: str, notes: list[str]) -> DType:
     return "fp32"
 
 
-def _clipping(values: Mapping[str, Any], where: str, notes: list[str]) -> float | None:
+def _clipping(values: Mapping[str, Any], where: str, whole: bool, notes: list[str]) -> float | None:
     if values.get("gradient_clipping") == "auto":
         notes.append('gradient_clipping is "auto": Transformers puts its max_grad_norm there (1.0 by default)')
         return None
-    if "gradient_clipping" not in values and set(values) - set(_PRECISION):
+    if "gradient_clipping" not in values and whole:
         notes.append("gradient_clipping is not there: DeepSpeed clips at 1.0 (from 0.19.3 on; before it did not clip)")
         return 1.0
     return Keys(values, where).norm("gradient_clipping", None)
@@ -144,7 +146,7 @@ def _clipping(values: Mapping[str, Any], where: str, notes: list[str]) -> float 
 def _at_stage_0(values: Mapping[str, Any]) -> list[str]:
     zero = values.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else int(bool(zero))
-    if stage != 0 or not set(values) - set(_PRECISION):
+    if stage != 0:
         return []
     return [
         "zero_optimization.stage is 0: there DeepSpeed 0.19.8 backs off at each overflow, whatever fp16.hysteresis is, "

@@ -11,7 +11,7 @@ from typing import Any
 from distscale.convert import deepspeed
 from distscale.convert.rule import DType, Reading, ScalingRule
 from distscale.convert.sources import keyword_arguments, mapping
-from distscale.convert.values import Keys, not_looked_at
+from distscale.convert.values import Expression, Keys, not_looked_at
 from distscale.errors import ConfigError
 
 __all__ = ["REASONS", "find", "hold", "read", "render"]
@@ -68,19 +68,30 @@ def read(values: Mapping[str, Any], where: str) -> Reading:
             f"{where}: fp16 or bf16 may be in {' or '.join(unpacked)}, which is not run and cannot be read; write both "
             "as arguments of their own"
         )
+    if bf16 and _backend(keys) == "apex":
+        raise ConfigError(
+            f"{where}: bf16 is true and the backend is apex, which has fp16 only; Transformers refuses both"
+        )
     if values.get("deepspeed"):
-        rule, more = deepspeed.read(_filled(values["deepspeed"], keys, where), f"{where}: deepspeed")
+        filled = _filled(_section(keys, values["deepspeed"], where), keys, where)
+        rule, more = deepspeed.read(filled, f"{where}: deepspeed", whole=True)
         return Reading(rule, [*notes, *more])
     if "max_grad_norm" not in keys:
         notes.append("max_grad_norm is not there: Trainer clips at 1.0")
     clipping = keys.norm("max_grad_norm", 1.0)
     rule = ScalingRule() if fp16 else ScalingRule("bf16" if bf16 else "fp32", "none", skips_nonfinite=False)
-    if fp16 and "apex" in [keys.choice(key, "auto", _WORDS) for key in _BACKENDS]:
+    if fp16 and _backend(keys) == "apex":
         rule = _of_apex(keys)
         notes.append("the backend is apex, whose scaler Transformers 5 and apex itself no longer have")
     elif "fp16_opt_level" in keys and values["fp16_opt_level"] != "O1":
         notes.append("fp16_opt_level counts in fp16 with apex only: it was not converted")
     return Reading(dataclasses.replace(rule, max_norm=clipping).simplest(), notes)
+
+
+def _backend(keys: Keys) -> str:
+    """The old key counts before the new one, unless it is ``"auto"``."""
+    new, old = (keys.choice(key, "auto", _WORDS) for key in _BACKENDS)
+    return new if old == "auto" else old
 
 
 def _of_apex(keys: Keys) -> ScalingRule:
@@ -92,10 +103,41 @@ def _of_apex(keys: Keys) -> ScalingRule:
     return ScalingRule(max_scale=2.0**24)
 
 
-def _filled(engine: Any, keys: Keys, where: str) -> Mapping[str, Any]:
-    """DeepSpeed's JSON as Transformers completes it, which refuses what contradicts its own arguments."""
-    if not isinstance(engine, Mapping):
+def _section(keys: Keys, engine: object, where: str) -> Mapping[str, Any]:
+    """DeepSpeed's JSON, which may be there as text."""
+    if isinstance(engine, Mapping):
+        return engine
+    if isinstance(engine, Expression) or not isinstance(engine, str):
+        raise keys.fail("deepspeed", "a section, or the name of a file")
+    if not engine.lstrip().startswith("{"):
         raise ConfigError(f"{where}: the scale is in the file that deepspeed names; convert that file, {engine}")
+    try:
+        section: Mapping[str, Any] = _typed(json.loads(engine))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: deepspeed is not valid JSON: {error}") from None
+    return section
+
+
+def _typed(value: Any) -> Any:
+    """Words and digits in a JSON that is there as text, as Transformers takes them: ``"true"``, ``"8"``, ``"0.5"``."""
+    if isinstance(value, Mapping):
+        return {key: _typed(inner) for key, inner in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if value.isdecimal():
+        return int(value)
+    return float(value) if value.replace(".", "", 1).isdecimal() else value
+
+
+def _filled(engine: Mapping[str, Any], keys: Keys, where: str) -> Mapping[str, Any]:
+    """DeepSpeed's JSON as Transformers completes it, which refuses what contradicts its own arguments."""
+    if (keys.flag("fp16", False) or keys.flag("fp16_full_eval", False)) and _backend(keys) == "apex":
+        raise ConfigError(
+            f"{where}: the backend is apex, and deepspeed is there, but DeepSpeed 0.19.8 no longer has apex's scale, "
+            "its block amp; take the backend auto, with which the scale is DeepSpeed's own"
+        )
     filled = dict(engine)
     for dtype in ("fp16", "bf16"):
         asked = keys.flag(dtype, False) or keys.flag(f"{dtype}_full_eval", False)
@@ -115,7 +157,7 @@ def _filled(engine: Any, keys: Keys, where: str) -> Mapping[str, Any]:
         filled["gradient_clipping"] = clipping
     elif filled.get("gradient_clipping") not in (None, clipping):
         raise ConfigError(
-            f"{where}: deepspeed.gradient_clipping = {filled['gradient_clipping']} contradicts max_grad_norm = "
+            f"{where}: deepspeed.gradient_clipping = {filled['gradient_clipping']!r} contradicts max_grad_norm = "
             f'{clipping}; Transformers takes "auto" there'
         )
     return filled

@@ -140,10 +140,10 @@ class Keys:
             )
 
 
-def not_looked_at(names: Iterable[str], shown: int = 12) -> list[str]:
+def not_looked_at(names: Iterable[object], shown: int = 12) -> list[str]:
     """A note that lists what lies outside precision and scale, in the order of the file."""
-    names = list(dict.fromkeys(names))
-    if not names:
+    texts = list(dict.fromkeys(map(str, names)))  # YAML has keys that are numbers
+    if not texts:
         return []
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return [f"not looked at: {', '.join(names[:shown])}{more}"]
+    more = f" and {len(texts) - shown} more" if len(texts) > shown else ""
+    return [f"not looked at: {', '.join(texts[:shown])}{more}"]

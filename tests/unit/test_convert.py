@@ -346,11 +346,18 @@ def test_training_arguments_have_the_scale_of_their_engine() -> None:
     assert rule_of("fp16: true\n1: 2").dtype == "fp16"
     assert rule_of("TrainingArguments(fp16=False, bf16=False, **kw)").dtype == "fp32"
     assert of(half_precision_backend="cpu_amp", fp16_opt_level="O3") == ScalingRule(max_norm=1.0)
+    assert of(half_precision_backend="apex", fp16_backend="amp") == ScalingRule(max_norm=1.0)
+    assert of(half_precision_backend="apex", fp16_backend="auto").max_scale == 2.0**24
+    assert of(half_precision_backend="amp", fp16_backend="apex").max_scale == 2.0**24
+    assert of(half_precision_backend="apex", fp16_backend="amp", deepspeed={"fp16": {}, "steps": 1}).dtype == "fp32"
     # What Transformers fills in: "auto", and a block that is not there.
     auto = {"enabled": "auto", "loss_scale_window": 50}
     filled = dataclasses.replace(DEEPSPEEDS, growth_interval=50, max_norm=0.5)
     assert of(deepspeed={"fp16": auto, "gradient_clipping": "auto"}, max_grad_norm=0.5) == filled
     assert of(deepspeed={"zero_optimization": {"stage": 3}}) == DEEPSPEEDS
+    assert of(deepspeed={"fp16": auto}) == dataclasses.replace(filled, max_norm=1.0)  # it is the whole JSON
+    as_text = ' {"fp16": {"enabled": "True", "loss_scale_window": "50"}, "gradient_clipping": "0.5", "steps": []}'
+    assert of(deepspeed=as_text, max_grad_norm=0.5) == filled
     assert of(fp16=False, deepspeed={"fp16": auto, "bf16": {"enabled": "auto"}}).dtype == "fp32"
     assert of(fp16=False, fp16_full_eval=True, deepspeed={"fp16": auto, "bf16": {"enabled": False}}).dtype == "fp16"
     assert of(fp16=False, bf16=True, deepspeed={"bf16": {"enabled": True}}).dtype == "bf16"
@@ -447,6 +454,10 @@ DEEPSPEED_KEYS = {
         ("distributed_type: DEEPSPEED\nmixed_precision: bf16", []),
         ("distributed_type: DEEPSPEED\nmixed_precision: fp16", ["the scale is DeepSpeed's default"]),
         ('{"fp16": true, "max_grad_norm": 1, "fp16_opt_level": "O1", "fsdp": "", "tf32": null}', []),
+        (
+            '{"fp16": true, "deepspeed": {"fp16": {"enabled": "auto"}}}',
+            ["gradient_clipping is not there: DeepSpeed clips at 1.0", "zero_optimization.stage is 0"],
+        ),
         ('{"fp16": true, "max_grad_norm": 1, "per_device_train_batch_size": 1}', ["not looked at: per_device"]),
         (  # as many as are shown
             "--fp16 --clip-grad 1 " + " ".join(f"--a{letter} 1" for letter in "abcdefghijkl"),
@@ -568,6 +579,26 @@ def test_a_rule_has_its_start_within_its_bounds_and_no_idle_fields() -> None:
         ("TrainingArguments(output_dir=out, **kw)", r"fp16 or bf16 may be in \*\*kw, .* write both as arguments"),
         ("TrainingArguments(fp16=False, **f(x))", r"fp16 or bf16 may be in \*\*f\(x\), "),
         ('{"fp16": true, "deepspeed": "ds.json"}', r"the file that deepspeed names; convert that file, ds\.json"),
+        ('{"bf16": true, "half_precision_backend": "apex"}', r"bf16 is true and the backend is apex"),
+        ('{"bf16": true, "fp16_backend": "apex", "deepspeed": {"steps": 1}}', r"bf16 is true and the backend is apex"),
+        (
+            '{"fp16": true, "fp16_backend": "apex", "deepspeed": {"fp16": {"enabled": "auto"}}}',
+            r"the backend is apex, and deepspeed is there, .* take the backend auto",
+        ),
+        (
+            '{"fp16": false, "fp16_full_eval": true, "fp16_backend": "apex", "deepspeed": {"steps": 1}}',
+            r"the backend is apex, and deepspeed is there",
+        ),
+        ("TrainingArguments(fp16=True, deepspeed=ds)", r": deepspeed = the expression ds cannot be used"),
+        (
+            "fp16: true\ndeepspeed: true",
+            r": deepspeed = True cannot be used: it must be a section, or the name of a file",
+        ),
+        ("TrainingArguments(fp16=True, deepspeed='{')", r": deepspeed is not valid JSON: .* line 1 column 2"),
+        (
+            '{"fp16": true, "deepspeed": {"gradient_clipping": "1.0"}}',
+            r"gradient_clipping = '1.0' contradicts max_grad_norm = 1.0",
+        ),
         ('{"fp16": true, "deepspeed": {"fp16": {"enabled": false}}}', r"deepspeed.fp16.enabled = False contradicts"),
         ('{"fp16": true, "deepspeed": {"bf16": {"enabled": true}}}', r"bf16.enabled = True contradicts bf16 = False"),
         ('{"fp16": true, "deepspeed": {"gradient_clipping": 2}}', r"gradient_clipping = 2 contradicts .* = 1.0"),
