@@ -202,7 +202,7 @@ class Fp8Scales:
 
         Another ``amax_history_len`` may be given: a shorter history keeps the newest entries, a longer one has room for
         more. Any other difference of the recipes is an error. Tensors that the state does not know begin without a
-        history, as in a new run. All meters that are registered are served, in or out of the agreed table.
+        history, as in a new run.
 
         Args:
             reset: begin without histories if the state is of another recipe, instead of raising. Of a scaler's state
@@ -223,8 +223,9 @@ class Fp8Scales:
             self._build(join([self.tensors]), torch.device("cpu"))
         self._loaded = histories
         self._set_histories({})
-        for meter in self.meters:
-            meter.scale.zero_()
+        if isinstance(self.recipe, DelayedScaling):  # by any other, no scale is handed out, so none is taken back
+            for meter in self.meters:
+                meter.scale.zero_()
         self.clear()
 
     def _histories(self) -> dict[str, Sequence[float]]:

@@ -45,7 +45,7 @@ def decode(recipe: Recipe, state: Mapping[str, str], reset: bool) -> dict[str, l
     if differing:
         raise ConfigError(
             f"the saved FP8 scales are of another recipe: {'; '.join(differing)}. Use that recipe; or begin without "
-            "histories: by reset=True of Fp8Scales.load_state_dict(), or by taking 'fp8' out of a scaler's state"
+            "histories: load the scaler's state without its 'fp8' (or scales that were saved alone with reset=True)"
         )
     if isinstance(recipe, DelayedScaling):
         try:

@@ -97,7 +97,7 @@ def test_each_field_of_another_recipe_is_an_error_or_a_reset(field: str) -> None
     before, scale = job.scaler.state_dict(), job.scale
     both = rf"{field}={DELAYED[field]!r} in the state, {field}={OTHER[field]!r} here"
     for load, whole in ((job.scaler.load_state_dict, state), (job.scales.load_state_dict, state["fp8"])):
-        with pytest.raises(ConfigError, match=rf"another recipe: {both}\. .*reset=True.*'fp8'"):
+        with pytest.raises(ConfigError, match=rf"another recipe: {both}\. .*without its 'fp8'.*reset=True"):
             load(whole)
         assert (job.scaler.state_dict(), job.scale) == (before, scale)
     job.scaler.load_state_dict({key: value for key, value in state.items() if key != "fp8"})
@@ -153,6 +153,28 @@ def test_scales_alone_hand_out_nothing_until_they_are_told_the_loss_scale() -> N
         assert (job.scale, job.meter.amax.tolist()) == ([0.0, 0.0, 0.0], [0, 0, 0])
         job.scales.hand_out(torch.tensor(old.scaler.get_scale()))
         assert job.scale == old.scale and all(job.scale)
+
+
+def test_scales_that_are_saved_apart_are_loaded_after_the_scaler() -> None:
+    old, new = _trained(), Job(init_scale=2.0)
+    rest = old.scaler.state_dict()
+    apart = rest.pop("fp8")
+    new.scaler.load_state_dict(rest)
+    new.scales.load_state_dict(apart)
+    new.scales.hand_out(torch.tensor(new.scaler.get_scale()))
+    assert (new.scaler.state_dict(), new.scale) == (old.scaler.state_dict(), old.scale)
+    new.scaler.load_state_dict(rest)
+    assert (new.histories, new.scale) == ({}, [0.0, 0.0, 0.0])
+
+
+def test_scales_that_were_not_handed_out_are_left_alone() -> None:
+    """Such as those of the pretraining example that are all 1, beside which it trains for comparison."""
+    job = Job(CurrentScaling())
+    job.meter.scale.fill_(1.0)
+    state = job.scaler.state_dict()
+    for load in (state, {key: value for key, value in state.items() if key != "fp8"}):
+        job.scaler.load_state_dict(load)
+        assert job.scale == [1.0, 1.0, 1.0]
 
 
 def test_what_is_registered_after_a_load_has_its_scales_from_the_next() -> None:
