@@ -45,6 +45,7 @@ fail() { # SENTENCE
 
 # Finds mistakes in the call, and sets `ranks` to how many this machine is to have.
 check() { # ARGUMENTS...
+    [[ ${NPROC:-1} =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$NPROC is no number of ranks; give a whole number from 1 on"
     trap give_up INT TERM HUP USR2
     # With job control the check gets a process group of its own, out of reach of the terminal's Ctrl-C.
     set -m

@@ -218,6 +218,20 @@ def test_a_second_signal_ends_ranks_that_cannot_stop_and_an_error_comes_last(
     assert re.match(r"error: rank [01] at step \d+: .*peer", program.lines[-1]), program.output
 
 
+@pytest.mark.parametrize("wrapper", ["mpirun.sh", "torchrun.sh"])
+@pytest.mark.parametrize("nproc", ["abc", "0", "2x", "-1"])
+def test_no_number_of_ranks_is_one_sentence_from_either_wrapper(tmp_path: Path, wrapper: str, nproc: str) -> None:
+    ended = subprocess.run(
+        [ROOT / "launch" / wrapper, "absent.toml"],
+        cwd=tmp_path,
+        env=os.environ | {"NPROC": nproc},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"error: NPROC={nproc} is no number of ranks; give a whole number from 1 on\n"
+
+
 def is_running(pid: int) -> bool:
     """mpirun ends without asking how its ranks ended, so they may be zombies for a while."""
     try:
