@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distscale.bench.candidate import DTYPES, Candidate, candidates, gradients
-from distscale.bench.fp8 import fp8_candidates
+from distscale.bench.fp8 import fp8_candidates, most_values
 from distscale.bench.memory import memory_growth
 from distscale.bench.target import Target, targets
 from distscale.bench.timing import Timing, interleaved
@@ -52,8 +52,10 @@ class Options:
             raise ConfigError("--device cuda needs a GPU, and torch sees none here: use --device cpu")
         # Gradients and their copy, and one of torch's temporaries in fp32. With FP8, also gradients and their copy in
         # fp32, two messages, and one more temporary.
-        widths = {DTYPES[dtype].itemsize for dtype in self.dtypes}
-        needed = self.numel * max(2 * width + (18 if width == 1 else 4) for width in widths)
+        needed = max(
+            2 * width * self.numel + (18 * most_values(self.numel, self.num_tensors) if width == 1 else 4 * self.numel)
+            for width in {DTYPES[dtype].itemsize for dtype in self.dtypes}
+        )
         free = available_memory(torch.device(self.device))
         if needed > free:
             raise ConfigError(
@@ -69,13 +71,11 @@ class Measured:
     candidate: Candidate
     timing: Timing | None
     """None for what torch cannot do on this dtype."""
-    num_bytes: int
-    """Read and written in one run."""
 
     @property
     def gb_per_s(self) -> float | None:
         """Of what is read and written."""
-        return self.num_bytes / self.timing.median_ms / 1e6 if self.timing else None
+        return self.candidate.num_bytes / self.timing.median_ms / 1e6 if self.timing else None
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ def measure(options: Options, dtype: str, on_round: Callable[[int], object] = la
     device, numel, num_tensors = torch.device(options.device), options.numel, options.num_tensors
     growth = memory_growth(dtype, numel, num_tensors, device, torch.get_num_threads())
     grads = gradients(numel, num_tensors, DTYPES[dtype], device)
-    num_bytes = numel * DTYPES[dtype].itemsize
     works = [_works(candidate) for candidate in _everything(gradients(8, 2, DTYPES[dtype], device))]
     everything = _everything(grads)
     possible = [candidate for candidate, it_works in zip(everything, works, strict=True) if it_works]
@@ -128,11 +127,11 @@ def measure(options: Options, dtype: str, on_round: Callable[[int], object] = la
     timings = {candidate.key: timing for candidate, timing in zip(possible, times, strict=True)}
     return Result(
         dtype,
-        num_bytes,
+        numel * DTYPES[dtype].itemsize,
         growth,
         cores_of_others,
         _is_disturbed(device, cores_of_others),
-        tuple(Measured(one, timings.get(one.key), round(one.passes * num_bytes)) for one in everything),
+        tuple(Measured(one, timings.get(one.key)) for one in everything),
         tuple(targets(device, dtype, numel, num_tensors, timings)),
     )
 
@@ -189,7 +188,7 @@ def _plain(one: Result) -> dict[str, Any]:
             each.candidate.key: {
                 "label": each.candidate.label,
                 "side": each.candidate.side,
-                "bytes": each.num_bytes,
+                "bytes": each.candidate.num_bytes,
                 "gb_per_s": each.gb_per_s,
                 **(dataclasses.asdict(each.timing) if each.timing else {"median_ms": None}),
             }

@@ -37,8 +37,8 @@ class Candidate:
     label: str
     """For people."""
     side: Literal["limit", "distscale", "torch"]
-    passes: float
-    """Times that the bytes of the gradients are read or written."""
+    num_bytes: int
+    """Read and written in one run."""
     run: Callable[[], object]
     limit: str | None = None
     """Key of the limit that it is held against, where that is not the plain read or copy of the gradients."""
@@ -72,9 +72,10 @@ def candidates(grads: list[Tensor]) -> list[Candidate]:
 
 
 def _limits(grads: list[Tensor]) -> Iterator[Candidate]:
+    size = _num_bytes(grads)
     if read := plain_read(grads):
-        yield Candidate("read", "plain read", "limit", 1, read)
-    yield Candidate("copy", "plain copy", "limit", 2, plain_copy(grads))
+        yield Candidate("read", "plain read", "limit", size, read)
+    yield Candidate("copy", "plain copy", "limit", 2 * size, plain_copy(grads))
 
 
 def plain_copy(tensors: Sequence[Tensor]) -> Callable[[], object]:
@@ -116,18 +117,20 @@ def _ours(grads: list[Tensor]) -> Iterator[Candidate]:
         measure()
         rescale()
 
-    request = Request(len(parts), fixed, True)
-    yield Candidate("sweep", "sweep: check, amax, norm", "distscale", 1, measure)
+    request, size = Request(len(parts), fixed, True), _num_bytes(grads)
+    yield Candidate("sweep", "sweep: check, amax, norm", "distscale", size, measure)
     yield Candidate(
         "sweep_unscale",
         "same, unscaling in place",
         "distscale",
-        2,
+        2 * size,
         lambda: sweep(in_place, len(parts), next(inv_scales), True, device),
     )
-    yield Candidate("scale", "scale_ (unscale and clip)", "distscale", 2, rescale)
-    yield Candidate("sweep_scale", "sweep, then scale_", "distscale", 3, measure_and_rescale)
-    yield Candidate("reference", "reference sweep, the same", "distscale", 1, lambda: reference.sweep(parts, request))
+    yield Candidate("scale", "scale_ (unscale and clip)", "distscale", 2 * size, rescale)
+    yield Candidate("sweep_scale", "sweep, then scale_", "distscale", 3 * size, measure_and_rescale)
+    yield Candidate(
+        "reference", "reference sweep, the same", "distscale", size, lambda: reference.sweep(parts, request)
+    )
 
 
 def _torch(grads: list[Tensor]) -> Iterator[Candidate]:
@@ -153,12 +156,17 @@ def _torch(grads: list[Tensor]) -> Iterator[Candidate]:
 
         return run
 
-    yield Candidate("torch_unscale", "check and unscale", "torch", 2, unscale)
-    yield Candidate("torch_norm", "total norm", "torch", 1, norm)
-    yield Candidate("torch_clip", "clip multiply", "torch", 2, clip)
-    yield Candidate("torch_amax", "amax", "torch", 1, amax)
-    yield Candidate("torch_sequence", "unscale, norm, clip", "torch", 5, in_turn(unscale, norm, clip))
-    yield Candidate("torch_sequence_amax", "unscale, norm, clip, amax", "torch", 6, in_turn(unscale, norm, clip, amax))
+    size, sequence, with_amax = _num_bytes(grads), in_turn(unscale, norm, clip), in_turn(unscale, norm, clip, amax)
+    yield Candidate("torch_unscale", "check and unscale", "torch", 2 * size, unscale)
+    yield Candidate("torch_norm", "total norm", "torch", size, norm)
+    yield Candidate("torch_clip", "clip multiply", "torch", 2 * size, clip)
+    yield Candidate("torch_amax", "amax", "torch", size, amax)
+    yield Candidate("torch_sequence", "unscale, norm, clip", "torch", 5 * size, sequence)
+    yield Candidate("torch_sequence_amax", "unscale, norm, clip, amax", "torch", 6 * size, with_amax)
+
+
+def _num_bytes(grads: Sequence[Tensor]) -> int:
+    return sum(grad.nbytes for grad in grads)
 
 
 def _halves_and_doubles(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:

@@ -96,6 +96,8 @@ def _main() -> None:
     parser.add_argument("--numel", type=int, default=1 << 22, help="parameters of the model")
     parser.add_argument("--rounds", type=int, default=30, help="steps of each engine")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds} is not allowed: a whole number, 1 or more")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(1)

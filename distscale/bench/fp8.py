@@ -14,7 +14,7 @@ from distscale.fp8.wire import Piece, make_layout
 from distscale.fp8.wire_kernels import quantize, sum_rows
 from distscale.fp8.wire_reference import Quantized
 
-__all__ = ["NUM_RANKS", "UNIT_TENSORS", "Unit", "fp8_candidates"]
+__all__ = ["NUM_RANKS", "UNIT_TENSORS", "Unit", "fp8_candidates", "most_values"]
 
 NUM_RANKS = 8
 """Whose messages are summed: a row of the gradients is for each of them."""
@@ -58,24 +58,29 @@ class Unit:
         ]
 
 
+def most_values(numel: int, num_tensors: int) -> int:
+    """As many gradients as :func:`fp8_candidates` takes at most: one for each rank of each tensor, if not more."""
+    return max(numel, num_tensors * NUM_RANKS)
+
+
 def fp8_candidates(numel: int, num_tensors: int, dtype: torch.dtype, device: torch.device) -> Iterator[Candidate]:
     """The cast of fp32 gradients, and the sum of messages, by our kernels and by torch's operators.
 
-    With an agreed scale for each tensor, as from the second step on. Passes are over as many FP8 values as there are
-    gradients: a read of fp32 is 4.
+    With an agreed scale for each tensor, as from the second step on.
 
     Args:
-        numel: of all gradients together, about: each tensor has a multiple of :data:`NUM_RANKS`.
+        numel: of all gradients together, about: each tensor has a multiple of :data:`NUM_RANKS`, and at least as many.
         dtype: an FP8 dtype; others have no such work.
     """
     if dtype not in _FORMATS:
         return
     grads = [
         grad[: len(grad) // NUM_RANKS * NUM_RANKS].view(NUM_RANKS, -1)
-        for grad in gradients(max(numel, num_tensors * NUM_RANKS), num_tensors, torch.float32, device)
+        for grad in gradients(most_values(numel, num_tensors), num_tensors, torch.float32, device)
     ]
     units = [Unit(grads[start : start + UNIT_TENSORS], dtype) for start in range(0, num_tensors, UNIT_TENSORS)]
     rows = [unit.rows for unit in units]
+    size = sum(row.numel() for row in rows)  # bytes of them in FP8
 
     def each(work: Callable[[Unit], object]) -> Callable[[], None]:
         """One after the other; what a unit makes is gone before the next, as in a backward pass."""
@@ -88,12 +93,14 @@ def fp8_candidates(numel: int, num_tensors: int, dtype: torch.dtype, device: tor
 
     read = plain_read(rows)
     if read:
-        yield Candidate("read_fp32", "plain read of fp32", "limit", 4, read)
-    yield Candidate("copy_fp32", "plain copy of fp32", "limit", 8, plain_copy(rows))
+        yield Candidate("read_fp32", "plain read of fp32", "limit", 4 * size, read)
+    yield Candidate("copy_fp32", "plain copy of fp32", "limit", 8 * size, plain_copy(rows))
     of_cast = "read_fp32" if read else "copy_fp32"
-    yield Candidate("cast", "cast of fp32, and amax", "distscale", 5, each(Unit.cast), of_cast, "torch_cast")
-    sum_label, sum_passes = f"sum of {NUM_RANKS} messages", 1 + 4 / NUM_RANKS
-    yield Candidate("sum", sum_label, "distscale", sum_passes, each(Unit.sum), rival="torch_sum")
-    yield Candidate("torch_cast", "amax; scale, clamp, cast", "torch", 33, each(Unit.cast_by_torch), of_cast)
+    yield Candidate("cast", "cast of fp32, and amax", "distscale", 5 * size, each(Unit.cast), of_cast, "torch_cast")
+    summed = 4 * size // NUM_RANKS
+    yield Candidate(
+        "sum", f"sum of {NUM_RANKS} messages", "distscale", size + summed, each(Unit.sum), rival="torch_sum"
+    )
+    yield Candidate("torch_cast", "amax; scale, clamp, cast", "torch", 33 * size, each(Unit.cast_by_torch), of_cast)
     # Widened, multiplied and read again, and three times as much as comes out of it.
-    yield Candidate("torch_sum", "widen, scale, sum", "torch", 17 + 12 / NUM_RANKS, each(Unit.sum_by_torch))
+    yield Candidate("torch_sum", "widen, scale, sum", "torch", 17 * size + 3 * summed, each(Unit.sum_by_torch))

@@ -39,8 +39,8 @@ def measure(numel: int, rounds: int, is_blockwise: bool, device: torch.device) -
     """Milliseconds (median over rounds) and bytes that each rank sends, by format; and the relative error of FP8.
 
     Args:
-        numel: gradient values on each rank.
-        rounds: of each, in turn.
+        numel: gradient values on each rank, 16 for each of the ranks at least. There are two ranks or more.
+        rounds: of each, in turn; one or more.
 
     Collective: yes. Syncs host: yes.
     """
@@ -111,7 +111,13 @@ def _main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="measurements of each format")
     parser.add_argument("--granularity", choices=("tensor", "block"), default="tensor", help="what has a scale")
     arguments = parser.parse_args()
+    for name in ("mib", "rounds"):
+        if (value := getattr(arguments, name)) < 1:
+            parser.error(f"--{name} {value} is not allowed: a whole number, 1 or more")
     init_distributed()
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+        parser.error("nothing is sent on one rank: start two, by torchrun --nproc-per-node 2 -m distscale.bench.wire")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     found = measure(arguments.mib << 18, arguments.rounds, arguments.granularity == "block", device)
     if dist.get_rank() == 0:

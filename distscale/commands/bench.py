@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -66,6 +67,7 @@ def bench(
     values as they were. For many small tensors: distscale bench --numel 4000Ki --tensors 1000
     """
     if threads is not None:
+        _check_threads(threads)
         torch.set_num_threads(threads)
     options = benchmark.Options(device, numel, tensors, dtype, repeats)
     options.check()
@@ -86,6 +88,16 @@ def bench(
             Path(json_to).write_text(text + "\n")
         except OSError as error:
             raise ConfigError(f"the numbers cannot be written to {json_to}: {error.strerror}") from error
+
+
+def _check_threads(threads: int) -> None:
+    # Of more, nothing is learnt. Of very many, the system refuses some, and the process dies of it.
+    num_cpus = os.cpu_count() or 1
+    most = 4 * num_cpus
+    if threads > most:
+        raise ConfigError(
+            f"--threads {threads} is not allowed: at most {most}, four for each of the {num_cpus} CPUs here"
+        )
 
 
 def _measure(options: benchmark.Options, dtype: str) -> benchmark.Result:

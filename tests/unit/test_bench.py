@@ -14,14 +14,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from distscale import bench, machine
+from distscale import ConfigError, bench, machine
 from distscale.bench import fp8 as bench_fp8
-from distscale.bench import memory, timing
+from distscale.bench import memory, timing, wire
 from distscale.bench.candidate import DTYPES, candidates, gradients
 from distscale.bench.fp8 import NUM_RANKS, UNIT_TENSORS, Unit, fp8_candidates
 from distscale.bench.table import table
 from distscale.bench.target import targets
 from distscale.bench.timing import Timing, interleaved
+from distscale.commands import bench as commands
 
 CPU = torch.device("cpu")
 
@@ -94,6 +95,65 @@ def test_each_unit_of_fp8_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("cast", "sum", "torch_cast", "torch_sum"):
         found[key].run()
     assert done == ["quantize"] * 3 + ["sum_rows"] * 3
+
+
+@pytest.mark.parametrize(
+    ("numel", "num_tensors", "used"), [(64, 64, 512), (23, 2, 16), (1008, 2, 1008), (20_000, 9, 9 * 2216)]
+)
+def test_the_bytes_of_fp8_are_those_of_what_is_cast(numel: int, num_tensors: int, used: int) -> None:
+    """Each tensor has a row for each rank, so its values are a multiple of their number, and not none."""
+    found = {one.key: one for one in fp8_candidates(numel, num_tensors, torch.float8_e5m2, CPU)}
+    assert found["copy_fp32"].num_bytes == 8 * used
+    assert found["cast"].num_bytes == 5 * used
+    assert found["sum"].num_bytes == used + 4 * used // NUM_RANKS
+    result = bench.Measured(found["cast"], took(2.0))
+    assert result.gb_per_s == pytest.approx(5 * used / 2e-3 / 1e9)
+
+
+def test_the_bytes_of_a_sweep_are_those_of_its_gradients() -> None:
+    found = {one.key: one.num_bytes for one in candidates(gradients(1001, 3, torch.bfloat16, CPU))}
+    assert (found["copy"], found["sweep"], found["sweep_scale"]) == (4004, 2002, 6006)
+    assert (found["torch_sequence"], found["torch_sequence_amax"]) == (10010, 12012)
+
+
+def test_memory_for_a_value_of_each_rank_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "available_memory", lambda device: 100_000)
+    bench.Options(numel=4000, num_tensors=5, dtypes=("e4m3",)).check()
+    with pytest.raises(ConfigError, match=r"^4000 elements need .* are free"):
+        bench.Options(numel=4000, num_tensors=4000, dtypes=("e4m3",)).check()
+
+
+def test_more_threads_than_the_machine_bears_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--threads 9 is not allowed: at most 8, four for each of the 2 CPUs"):
+        commands.bench(threads=9)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "said"),
+    [
+        (1, [], "nothing is sent on one rank.*torchrun --nproc-per-node 2"),
+        (2, ["--rounds", "0"], "--rounds 0 .*1 or more"),
+        (2, ["--mib", "0"], "--mib 0 .*1 or more"),
+        (2, ["--mib", "-1"], "--mib -1 .*1 or more"),
+    ],
+)
+def test_what_cannot_be_measured_on_the_wire_is_said_before(
+    world_size: int,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(wire, "init_distributed", lambda: None)
+    monkeypatch.setattr(wire.dist, "get_world_size", lambda: world_size)
+    monkeypatch.setattr(wire.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(wire, "measure", lambda *arguments: pytest.fail("it was measured"))
+    monkeypatch.setattr(sys, "argv", ["wire", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        wire._main()
+    assert ended.value.code == 2
+    assert re.search(f"error: {said}", capsys.readouterr().err)
 
 
 def test_other_dtypes_have_no_kernels_of_fp8() -> None:
@@ -219,7 +279,7 @@ def test_a_row_is_held_against_its_own_limit_and_rival() -> None:
     measured = []
     for key, ms in times.items():
         candidate = bench.Candidate(key, f"the {key}", "distscale", 1, lambda: None, **own.get(key, {}))
-        measured.append(bench.Measured(candidate, took(ms), 1))
+        measured.append(bench.Measured(candidate, took(ms)))
     shown = io.StringIO()
     options = bench.Options(numel=64, num_tensors=2, dtypes=("e4m3",), rounds=3)
     Console(file=shown, width=120).print(table(options, bench.Result("e4m3", 64, 0, None, False, tuple(measured), ())))
