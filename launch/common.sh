@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What torchrun.sh and mpirun.sh have in common; they source this. A mistake in the call is told once, before anything
 # is started. Ctrl-C or SIGTERM lets the run save and end with exit code 0; a second one ends it at once. SIGUSR2 does
-# the former alone.
+# the former alone, and so does whoever kills the script.
 set -uo pipefail
 
 launch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -125,9 +125,12 @@ end_workers() { # PIDS
 }
 
 # A rank that hangs once another has failed is ended: torchrun would give it half a minute, whatever its options say.
+# If this script was killed, nobody could stop the run any more, so it is stopped.
 watch_over_workers() {
     local size told=0 failed
-    while kill -0 "$agent"; do
+    # What has ended has no exe any more, though it may wait for long to be asked how it ended.
+    while [[ -e /proc/$agent/exe ]]; do
+        [[ -e /proc/$$/exe ]] || touch "$DISTSCALE_STOP_FILE"
         # If one of these leaves its last words, none of them is of a life after that.
         failed=$(workers)
         sleep 1
@@ -137,4 +140,5 @@ watch_over_workers() {
         end_workers "$failed"
         told=$(wc -c <"$DISTSCALE_LAST_WORDS")
     done
+    [[ -e /proc/$$/exe ]] || rm -rf "$folder"
 }

@@ -154,7 +154,7 @@ def test_without_mpi4py_the_sentence_says_what_to_install(monkeypatch: pytest.Mo
         distscale.MpiReducer()
 
 
-def test_the_program_under_the_wrapper_stops_resumes_and_agrees_with_torchrun(
+def test_the_program_under_the_wrapper_stops_also_when_that_is_killed_resumes_and_agrees_with_torchrun(
     start: Any, folder: Path, finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
@@ -169,6 +169,17 @@ def test_the_program_under_the_wrapper_stops_resumes_and_agrees_with_torchrun(
     assert command[:3] == [WRAPPER[0], "tiny.toml", "--resume"]
     done = max(checkpoints_of(run))
     assert 3 <= done < NUM_STEPS
+
+    # The wrapper is killed.
+    slow = "; ".join(f"slow step={step} rank=0 seconds=1" for step in range(done + 5, done + 35))
+    with monkeypatch.context() as patch:
+        patch.setenv("DISTSCALE_FAULTS", slow)
+        program = start([*WRAPPER, "tiny.toml", "--resume"], folder)
+        program.wait_for(f"step {done + 5}/")
+        program.process.kill()
+        program.wait_for("to continue: ")
+        assert program.end() == -signal.SIGKILL
+    done = max(checkpoints_of(run))
 
     # From another directory, by another name of the wrapper, and with a number of ranks of one's own.
     elsewhere = folder / "elsewhere"
@@ -185,6 +196,8 @@ def test_the_program_under_the_wrapper_stops_resumes_and_agrees_with_torchrun(
     assert re.search(r"^PASS: validation loss .* ranks agree\s*$", program.output, re.M)
     for ours, theirs in zip(record(run), record(finished[0]), strict=True):
         assert {key: ours[key] for key in LASTING} == {key: theirs[key] for key in LASTING}
+    # Neither do the wrappers leave anything, the killed one included.
+    assert not list(folder.glob(".distscale-*"))
 
 
 def test_a_second_signal_ends_ranks_that_cannot_stop_and_an_error_comes_last(
