@@ -14,7 +14,8 @@ srun       ``SLURM_PROCID``, ``SLURM_NTASKS``, ``SLURM_LOCALID``, and of ``SLURM
 
 **Launchers nest.** srun starts one torchrun, or one daemon of mpirun, a node, and these start the ranks. So torchrun's
 word outranks mpirun's, and mpirun's that of srun, which then speaks of the parent. What SLURM says of a batch script
-(there is no ``SLURM_STEP_ID`` then, or none of srun's) is about the script alone, and counts for nothing.
+(there is no ``SLURM_STEP_ID`` then, or none of srun's, or it is that of the task which has submitted the script) is
+about the script alone, and counts for nothing.
 
 **A parent has one task for each child.** An srun or mpirun that starts torchruns starts as many as torchrun counts. If
 not, they are several jobs that each believe themselves alone (``--standalone``), or one of the two is left over from
@@ -60,12 +61,20 @@ _VARIABLES = {
         "local_rank": "MPI_LOCALRANKID",
         "local_world_size": "MPI_LOCALNRANKS",
     },
-    "srun": _SLURM | {"node": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES", "step": "SLURM_STEP_ID"},
+    "srun": _SLURM
+    | {"node": "SLURM_NODEID", "num_nodes": "SLURM_STEP_NUM_NODES", "step": "SLURM_STEP_ID"}
+    | {"num_tasks": "SLURM_STEP_NUM_TASKS", "terminal": "SLURM_PTY_PORT"},
 }
 # URI of the process that serves a rank: NAMESPACE.NUMBER;..., where 0 is mpirun itself, and all others are daemons.
 _SERVER = "PMIX_SERVER_URI2"
 _COUNTS = ("world_size", "local_world_size", "num_nodes")
 _TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
+# Of a batch script all are 0.
+_PLACE = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+_LEFT_OVER = (
+    "if that srun has not started this, SLURM_STEP_* is left over from another step, in which the job was submitted; "
+    'unset it: unset "${!SLURM_STEP_@}"'
+)
 _MAY_BE_STARTED_BY = {
     "torchrun": ("openmpi", "mpich", "srun"),
     "deepspeed": ("openmpi", "mpich", "srun"),
@@ -124,9 +133,23 @@ def claims_of(environ: Mapping[str, str]) -> list[Claim]:
 def is_batch_script(environ: Mapping[str, str]) -> bool:
     """Whether SLURM started this process as the script or shell of a job, and not as a task of srun's."""
     if "SLURM_STEP_ID" in environ:
-        return number(Word("SLURM_STEP_ID", environ["SLURM_STEP_ID"])) >= _FIRST_SPECIAL_STEP
-    place = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-    return "SLURM_JOB_ID" in environ and all(environ.get(name, "0") == "0" for name in place)
+        step = number(Word("SLURM_STEP_ID", environ["SLURM_STEP_ID"]))
+        return step >= _FIRST_SPECIAL_STEP or _is_left_over(environ)
+    return "SLURM_JOB_ID" in environ and all(environ.get(name, "0") == "0" for name in _PLACE)
+
+
+def _is_left_over(environ: Mapping[str, str]) -> bool:
+    """Whether the step that is named is that of the task which has submitted this script.
+
+    ``sbatch`` hands all of it on but what SLURM sets for a script, too: its place, ``SLURM_GTIDS``, the list of the
+    tasks on this node, which is 0, and ``SLURM_NTASKS``, if it was asked for. srun lets the latter differ from that of
+    the step with ``--preserve-env`` alone, where a step of one task is as alone as a script.
+    """
+    if "SLURM_JOB_ID" not in environ or any(environ.get(name) != "0" for name in _PLACE):
+        return False
+    if environ.get("SLURM_GTIDS") == "0" and tasks_of_node(environ.get(_TASKS_PER_NODE, "1"), 0) > 1:
+        return True
+    return environ.get("SLURM_STEP_NUM_TASKS") == "1" != environ.get("SLURM_NTASKS", "1")
 
 
 def innermost(claims: Iterable[Claim]) -> tuple[str, dict[str, Word]]:
@@ -149,8 +172,9 @@ def innermost(claims: Iterable[Claim]) -> tuple[str, dict[str, Word]]:
             _must_agree(starter.words, claim.words)
         elif parent is None:
             parent = claim
-            _must_have_one_task_each(starter, parent)
-            _must_be_one_mpirun(starter, parent)
+            if not _has_terminal(parent):
+                _must_have_one_task_each(starter, parent)
+                _must_be_one_mpirun(starter, parent)
     launcher = hearsay if starter is None else starter.launcher
     if starter is None and not words.keys() & {"rank", "world_size"}:
         # What is said is of no use alone, such as the LOCAL_RANK=0 that some libraries set.
@@ -162,6 +186,12 @@ def innermost(claims: Iterable[Claim]) -> tuple[str, dict[str, Word]]:
     if missing := [field for field in needed if field not in words]:
         names = _VARIABLES.get(launcher, _VARIABLES["torchrun"])
         raise half_set(words.values(), [names.get(field, _TASKS_PER_NODE) for field in missing])
+    num_tasks = words.get("num_tasks", words["world_size"])
+    if launcher == "srun" and number(num_tasks) != number(words["world_size"]):
+        raise ConfigError(
+            "the environment contradicts itself on how many tasks srun has started: "
+            f"{words['world_size']}, but {num_tasks}; {_LEFT_OVER}"
+        )
     return launcher, words
 
 
@@ -186,6 +216,11 @@ def _words(environ: Mapping[str, str], launcher: str) -> dict[str, Word]:
     return {field: Word(name, environ[name]) for field, name in names.items() if name in environ}
 
 
+def _has_terminal(claim: Claim) -> bool:
+    """Whether srun gave it a terminal, which only the first task gets; what runs in there inherits the variable."""
+    return "terminal" in claim.words and "rank" in claim.words and number(claim.words["rank"]) == 0
+
+
 def _must_have_one_task_each(inner: Claim, outer: Claim) -> None:
     """Raises ConfigError if ``outer`` has not one task for each torchrun."""
     agents, tasks = inner.words.get("num_nodes"), outer.words.get("world_size")
@@ -194,6 +229,7 @@ def _must_have_one_task_each(inner: Claim, outer: Claim) -> None:
             f"the environment contradicts itself on how many {inner.launcher}s {outer.launcher} has started: {agents}, "
             f"but {tasks}. There is {_listed(inner)} against {_listed(outer)}; start one in each task and tell it of "
             "all, as by torchrun --nnodes=$SLURM_NTASKS, or unset those that are left over from another job"
+            f"{_hint(outer)}"
         )
 
 
@@ -208,8 +244,12 @@ def _must_be_one_mpirun(inner: Claim, outer: Claim) -> None:
             f"the environment contradicts itself on what {outer.launcher} has started: {tasks}, but this rank was "
             f"started by an mpirun that is one of these tasks, and no daemon. There is {_listed(inner)} against "
             f"{_listed(outer)}; start one mpirun, in the batch script or by srun --ntasks=1, or none and the ranks by "
-            "srun, or unset those that are left over from another job"
+            f"srun, or unset those that are left over from another job{_hint(outer)}"
         )
+
+
+def _hint(outer: Claim) -> str:
+    return f"; {_LEFT_OVER}" if outer.launcher == "srun" else ""
 
 
 def _listed(claim: Claim) -> str:

@@ -108,6 +108,30 @@ ONE_TASK = {  # srun -n 1
     "SLURM_PROCID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "1",
 }
+TERMINAL = {  # the shell of srun -n 4 --pty bash
+    **TWO_TASKS,
+    "SLURM_GTIDS": "0,1,2,3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_PTY_PORT": "45381",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "4",
+}
+HANDED_ON = {  # a script submitted by sbatch -n 2 in the shell of srun -n 1 --pty bash
+    **ONE_TASK,
+    "ENVIRONMENT": "BATCH",
+    "SLURM_GTIDS": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_PTY_PORT": "35599",
+    "SLURM_STEP_NUM_TASKS": "1",
+}
+NOT_ASKED_FOR = HANDED_ON | {  # by sbatch, which was told of no tasks, in TERMINAL
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "4",
+}
+STANDALONE = TORCHRUN | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "RANK": "0", "WORLD_SIZE": "2"}
 PMI2 = {"PMI_FD": "13", "PMI_JOBID": "20042.1", "PMI_RANK": "3", "PMI_SIZE": "4"}  # beside SRUN, by srun --mpi=pmi2
 
 
@@ -169,6 +193,14 @@ PMI2 = {"PMI_FD": "13", "PMI_JOBID": "20042.1", "PMI_RANK": "3", "PMI_SIZE": "4"
             Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
             id="mpirun in a batch script, by a daemon that srun started",
         ),
+        *(
+            pytest.param(
+                ONE_A_NODE | OPEN_MPI | {"PMIX_SERVER_URI2": f"prterun-vm-7688@0.{daemon};tcp4://127.0.0.1:45937"},
+                Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
+                id=f"the same, by the daemon with number {daemon}",
+            )
+            for daemon in (10, 20)
+        ),
         pytest.param(
             ONE_A_NODE
             | OPEN_MPI
@@ -193,6 +225,35 @@ PMI2 = {"PMI_FD": "13", "PMI_JOBID": "20042.1", "PMI_RANK": "3", "PMI_SIZE": "4"
             ONE_TASK | OPEN_MPI,
             Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
             id="srun -n 1 mpirun",
+        ),
+        *(
+            pytest.param(environ | started, expected, id=f"{launcher} {where}")
+            for where, environ in {
+                "in a terminal of srun's": TERMINAL,
+                "in a script submitted by a task": HANDED_ON,
+                "in one that says as many tasks as that task": HANDED_ON | {"SLURM_NTASKS": "1"},
+                "in one that was told of no tasks": NOT_ASKED_FOR,
+            }.items()
+            for launcher, started, expected in (
+                (
+                    "mpirun",
+                    OPEN_MPI,
+                    Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
+                ),
+                ("mpiexec of MPICH", HYDRA, Environment(1, 1, 2, 2, 0, 1, "localhost", 10042, "mpich", "20042")),
+                (
+                    "torchrun",
+                    STANDALONE,
+                    Environment(0, 0, 2, 2, 0, 1, "localhost", 33611, "torchrun", "20042", 0, "run7"),
+                ),
+            )
+        ),
+        pytest.param(HANDED_ON, Environment(job_id="20042"), id="alone in a script submitted by a task"),
+        pytest.param(NOT_ASKED_FOR, Environment(job_id="20042"), id="alone in one that was told of no tasks"),
+        pytest.param(
+            HANDED_ON | {"SLURM_NTASKS": "1"},
+            Environment(0, 0, 1, 1, 0, 1, "localhost", 10042, "srun", "20042", 0, "20042.0"),
+            id="alone in one that says as many tasks as that task",
         ),
         pytest.param(
             ONE_A_NODE | HYDRA,
@@ -305,6 +366,37 @@ def test_restarts_of_slurm_and_of_torchrun_count() -> None:
             TWO_TASKS | HYDRA,
             ("what srun has started: SLURM_STEP_TASKS_PER_NODE=2, but", "PMI_RANK=1", "against SLURM_PROCID=1"),
             id="srun -n 2 mpiexec of MPICH",
+        ),
+        pytest.param(
+            # The variable of the terminal outlives its step.
+            TERMINAL | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"} | OPEN_MPI,
+            ("what srun has started: SLURM_NTASKS=4, but", "SLURM_STEP_* is left over from another step", "unset it"),
+            id="srun -n 4 mpirun in a terminal of srun's",
+        ),
+        pytest.param(
+            TERMINAL | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"} | STANDALONE,
+            ("GROUP_WORLD_SIZE=1, but SLURM_NTASKS=4", "SLURM_STEP_* is left over from another step", "unset it"),
+            id="srun -n 4 torchrun in a terminal of srun's",
+        ),
+        pytest.param(
+            {"SLURM_PTY_PORT": "45381", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"} | STANDALONE | {"RANK": "2"},
+            ("RANK=2 must be below WORLD_SIZE=2",),
+            id="a terminal of no rank",
+        ),
+        pytest.param(
+            HANDED_ON | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+            ("how many tasks srun has started: SLURM_NTASKS=4, but SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_* is left"),
+            id="a script submitted by a task that was alone on its node, but not in all",
+        ),
+        pytest.param(
+            HANDED_ON | {"SLURM_PROCID": "1"},
+            ("SLURM_NTASKS=2, but SLURM_STEP_NUM_TASKS=1",),
+            id="a second task of a step of one",
+        ),
+        pytest.param(
+            {name: value for name, value in NOT_ASKED_FOR.items() if name != "SLURM_PROCID"},
+            ("half set", "no SLURM_PROCID"),
+            id="half a script",
         ),
         pytest.param(OPEN_MPI | HYDRA, ("OMPI_COMM_WORLD_RANK=2", "PMI_RANK=1", "PMI_SIZE=2"), id="two mpiruns"),
         pytest.param(SRUN | PMI2 | {"PMI_RANK": "1"}, ("PMI_RANK=1", "SLURM_PROCID=3"), id="srun and its PMI"),
