@@ -50,17 +50,21 @@ def test_a_rank_that_hangs_ends_itself_and_a_failed_verdict_is_not_trained_for_a
     # Too slow to learn anything. Nobody but the rank itself ends the first life.
     settings = ["--set", "train.lr=1e-30", "--set", "parallel.timeout_s=2"]
     command = [sys.executable, str(FORKED_RANKS), "[[0], [0], [0]]", "1", "tiny.toml", *settings]
-    ended = run_in_session(command, tmp_path, {"DISTSCALE_FAULTS": "hang step=4 rank=0"}, DEADLINE_S, subprocess.STDOUT)
+    last_words = tmp_path / "last_words"
+    environ = {"DISTSCALE_FAULTS": "hang step=4 rank=0", "DISTSCALE_LAST_WORDS": str(last_words)}
+    ended = run_in_session(command, tmp_path, environ, DEADLINE_S, subprocess.STDOUT)
     assert ended.returncode == 1, ended.stdout
     hung, failed, again = (output_of(tmp_path, life, 0) for life in range(3))
     told = "error: rank 0 at step 4: ends itself, since this step has not ended in 10 s, 5 times parallel.timeout_s"
-    assert re.search(rf"^{told}; it waits in wait \(.*, called by before_exchange \(injector.py:\d+\)", hung, re.M), (
-        hung
-    )
+    told = rf"^{told}; it waits in wait \(.*, called by before_exchange \(injector.py:\d+\).*\n"
+    sentence = re.search(told, hung, re.M)
+    assert sentence is not None, hung
     assert re.search(r"^Thread .*\n(  File .*\n)*  File .* in before_exchange$", hung, re.M), hung
     assert "resumed runs/tiny at step 3\n" in failed, failed
     verdict = re.search(r"^FAIL: validation loss .* is not below .*$", failed, re.M)
     assert verdict is not None, failed
+    # What a wrapper repeats below its launcher's report.
+    assert last_words.read_text() == f"{sentence[0]}{verdict[0]}\n{verdict[0]}\n"
     assert again == f"the run runs/tiny was completed before this restart, and is left as it is\n{verdict[0]}\n"
     summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
     assert (summary["verdict"], summary["missing_steps"]) == (verdict[0], [])
