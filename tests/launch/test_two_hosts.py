@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 PORT = 29400
 # Of the exchange, and of the ranks' first meeting, to which they do not come at the same time on a busy machine.
 TIMEOUT_S = 15
+# With these begin the names of the variables that are handed on to other hosts.
+HANDED_ON = ("DISTSCALE", "GLOO", "MASTER", "NCCL", "OMP", "PYTHON", "TORCH")
 # Called as ssh is, HOST COMMAND..., but with the environment of the caller. The host has the name of its network
 # namespace, knows that of the other, and has files for itself at the path {own}.
 ON_HOST = """#!/bin/sh
@@ -127,11 +129,15 @@ def test_a_cut_wire_ends_every_rank_with_an_error(hosts: tuple[Host, Host], tmp_
         assert [row["step"] for row in rows] == list(range(len(rows)))
 
 
-def ranks_on(host: Host) -> set[str]:
-    """The ranks that mpirun has started on a host."""
+def ranks_on(host: Host) -> dict[str, set[str]]:
+    """The ranks that mpirun has started on a host, and the environment of each, as NAME=VALUE."""
     pids = subprocess.run(["ip", "netns", "pids", host.name], check=True, capture_output=True, text=True).stdout
-    environs = (Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace") for pid in pids.split())
-    return set(re.findall(r"\0OMPI_COMM_WORLD_RANK=(\d+)", "\0".join(environs)))
+    ranks = {}
+    for pid in pids.split():
+        environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        if rank := next((word for word in environ if word.startswith("OMPI_COMM_WORLD_RANK=")), ""):
+            ranks[rank.partition("=")[2]] = set(environ)
+    return ranks
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
@@ -169,12 +175,18 @@ def test_mpirun_trains_on_both_hosts_and_stops_where_no_rank_is(
         assert program.end() not in (0, None)
 
     # All ranks are on the other host, and the request to stop comes on this one.
+    for name in (*HANDED_ON, "ELSE"):
+        monkeypatch.setenv(f"{name}_MARK", "x y")
     monkeypatch.setenv("MPIRUN_FLAGS", f"--host {second.name}:3 --bind-to none")
     with ExitStack() as stack:
         program = Patient([*call, "--resume"], tmp_path)
         stack.callback(program.close)
         program.wait_for("resumed runs/tiny at step 5")
-        assert (ranks_on(first), ranks_on(second)) == (set(), {"0", "1", "2"})
+        environs = ranks_on(second)
+        assert (ranks_on(first), environs.keys()) == ({}, {"0", "1", "2"})
+        for environ in environs.values():
+            marks = {word for word in environ if "_MARK=" in word}
+            assert marks == {f"{name}_MARK=x y" for name in HANDED_ON}
         program.process.terminate()
         assert f"{ROOT / 'launch' / 'mpirun.sh'} tiny.toml --resume" in program.wait_for("to continue: ")
         assert program.end() == 0, program.output
