@@ -118,15 +118,14 @@ TERMINAL = {  # the shell of srun -n 4 --pty bash
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "4",
 }
-HANDED_ON = {  # a script submitted by sbatch -n 2 in the shell of srun -n 1 --pty bash
+HANDED_ON = {  # a script submitted by sbatch -n 2 in the task of srun -n 1
     **ONE_TASK,
     "ENVIRONMENT": "BATCH",
     "SLURM_GTIDS": "0",
     "SLURM_NTASKS": "2",
-    "SLURM_PTY_PORT": "35599",
     "SLURM_STEP_NUM_TASKS": "1",
 }
-NOT_ASKED_FOR = HANDED_ON | {  # by sbatch, which was told of no tasks, in TERMINAL
+NOT_ASKED_FOR = HANDED_ON | {  # by sbatch, which was told of no tasks, in the first task of srun -n 4
     "SLURM_NTASKS": "4",
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "4",
@@ -195,11 +194,11 @@ PMI2 = {"PMI_FD": "13", "PMI_JOBID": "20042.1", "PMI_RANK": "3", "PMI_SIZE": "4"
         ),
         *(
             pytest.param(
-                ONE_A_NODE | OPEN_MPI | {"PMIX_SERVER_URI2": f"prterun-vm-7688@0.{daemon};tcp4://127.0.0.1:45937"},
+                ONE_A_NODE | OPEN_MPI | {"PMIX_SERVER_URI2": f"prterun-{daemon};tcp4://127.0.0.1:45937"},
                 Environment(2, 2, 4, 4, 0, 1, "localhost", 16217, "openmpi", "20042", 0, NAMESPACE),
-                id=f"the same, by the daemon with number {daemon}",
+                id=f"the same, by the daemon {daemon}",
             )
-            for daemon in (10, 20)
+            for daemon in ("vm-7688@0.10", "vm-7688@0.20", "vm.01-7688@0.1")
         ),
         pytest.param(
             ONE_A_NODE
@@ -392,6 +391,11 @@ def test_restarts_of_slurm_and_of_torchrun_count() -> None:
             HANDED_ON | {"SLURM_PROCID": "1"},
             ("SLURM_NTASKS=2, but SLURM_STEP_NUM_TASKS=1",),
             id="a second task of a step of one",
+        ),
+        pytest.param(
+            {name: value for name, value in HANDED_ON.items() if name != "SLURM_JOB_ID"},
+            ("SLURM_NTASKS=2, but SLURM_STEP_NUM_TASKS=1",),
+            id="a script of no job",
         ),
         pytest.param(
             {name: value for name, value in NOT_ASKED_FOR.items() if name != "SLURM_PROCID"},
