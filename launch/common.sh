@@ -128,6 +128,8 @@ end_workers() { # PIDS
 # If this script was killed, nobody could stop the run any more, so it is stopped.
 watch_over_workers() {
     local size told=0 failed
+    # Linux alone tells of processes there.
+    [[ -e /proc/$$/exe ]] || return
     # What has ended has no exe any more, though it may wait for long to be asked how it ended.
     while [[ -e /proc/$agent/exe ]]; do
         [[ -e /proc/$$/exe ]] || touch "$DISTSCALE_STOP_FILE"
