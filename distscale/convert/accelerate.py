@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distscale.convert import deepspeed, mcore
-from distscale.convert.rule import DType, Reading, ScalingRule
+from distscale.convert.rule import REASONS_OF_TORCH, DType, Reading, ScalingRule
 from distscale.convert.sources import keyword_arguments, mapping
 from distscale.convert.values import Keys, not_looked_at
 from distscale.errors import ConfigError
@@ -16,14 +16,9 @@ from distscale.policy import MAX_COUNT
 __all__ = ["REASONS", "find", "hold", "read", "render"]
 
 REASONS = {
+    **REASONS_OF_TORCH,
     "mode": "Accelerate has a dynamic scale in fp16 and none elsewhere: in fp16 it is written to grow after 2^31 - 1 "
     "clean steps, but an overflow still halves it",
-    "growth_delay": "torch counts clean steps since the start, an overflow or a growth",
-    "hysteresis": "torch backs off at each overflow",
-    "min_scale": "torch has no floor",
-    "max_scale": "torch has no cap",
-    "at_floor": "torch never ends the run because of skips",
-    "skips_nonfinite": "torch checks only with a scaler, which is there in fp16",
     "max_norm": "Accelerate clips where the script calls accelerator.clip_grad_norm_(parameters, max_norm)",
 }
 _DTYPES: Mapping[str, DType] = {"fp16": "fp16", "bf16": "bf16", "no": "fp32"}

@@ -10,11 +10,20 @@ from typing import Any, Literal, NamedTuple
 from distscale.errors import ConfigError
 from distscale.policy import MAX_SCALE, MIN_SCALE
 
-__all__ = ["AtFloor", "DType", "Mode", "Reading", "ScalingRule", "differences"]
+__all__ = ["REASONS_OF_TORCH", "AtFloor", "DType", "Mode", "Reading", "ScalingRule", "differences"]
 
 DType = Literal["fp16", "bf16", "fp32"]
 Mode = Literal["dynamic", "static", "none"]
 AtFloor = Literal["raise", "skip"]
+REASONS_OF_TORCH = {
+    "growth_delay": "torch counts clean steps since the start, an overflow or a growth",
+    "hysteresis": "torch backs off at each overflow",
+    "min_scale": "torch has no floor",
+    "max_scale": "torch has no cap",
+    "at_floor": "torch never ends the run because of skips",
+    "skips_nonfinite": "torch checks only with a scaler, which is there in fp16",
+}
+"""Why ``torch.amp.GradScaler`` cannot hold a field, for the formats of those who leave the scale to it."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distscale.convert import deepspeed
-from distscale.convert.rule import DType, Reading, ScalingRule
+from distscale.convert.rule import REASONS_OF_TORCH, DType, Reading, ScalingRule
 from distscale.convert.sources import keyword_arguments, mapping
 from distscale.convert.values import Expression, Keys, not_looked_at
 from distscale.errors import ConfigError
@@ -18,14 +18,9 @@ __all__ = ["REASONS", "find", "hold", "read", "render"]
 
 _DEFAULT = "Trainer makes torch's scaler with its defaults, and no key of TrainingArguments changes them"
 REASONS = {
+    **REASONS_OF_TORCH,
     "mode": "Trainer has a dynamic scale in fp16, always, and none elsewhere",
     **dict.fromkeys(("init_scale", "growth_factor", "backoff_factor", "growth_interval"), _DEFAULT),
-    "growth_delay": "torch counts clean steps since the start, an overflow or a growth",
-    "hysteresis": "torch backs off at each overflow",
-    "min_scale": "torch has no floor",
-    "max_scale": "torch has no cap",
-    "at_floor": "torch never ends the run because of skips",
-    "skips_nonfinite": "torch checks only with a scaler, which is there in fp16",
     "max_norm": "Trainer clips or does not; set it if the source clips elsewhere",
 }
 _CALLS = ("TrainingArguments", "Seq2SeqTrainingArguments")
