@@ -24,6 +24,7 @@ from torch import Tensor
 
 from distscale.connect import init_distributed
 from distscale.fp8 import DelayedScaling, Fp8Scales
+from distscale.fp8.collectives import reduce_scatter
 from distscale.fp8.sender import Sender, Traffic, WireOptions
 from distscale.fp8.wire import Piece
 from distscale.machine import commit, device_name
@@ -31,8 +32,6 @@ from distscale.machine import commit, device_name
 __all__ = ["measure"]
 
 _NUM_TENSORS = 16
-# torch before 2.13 knows it by its old name alone.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def measure(numel: int, rounds: int, is_blockwise: bool, device: torch.device) -> dict[str, Any]:
@@ -56,12 +55,12 @@ def measure(numel: int, rounds: int, is_blockwise: bool, device: torch.device) -
     out = torch.empty(row, device=device)
 
     def fp32() -> Tensor:
-        _reduce_scatter(out, rows.view(-1))
+        reduce_scatter(out, rows.view(-1))
         return out / world_size
 
     def bf16() -> Tensor:
         narrow = torch.empty(row, dtype=torch.bfloat16, device=device)
-        _reduce_scatter(narrow, rows.view(-1).bfloat16())
+        reduce_scatter(narrow, rows.view(-1).bfloat16())
         return narrow.float() / world_size
 
     def fp8() -> Tensor:
