@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from deepspeed_engines import coordinated, join_ranks, tiny_net
 from test_deepspeed_steps import LAYOUTS, WORLD_SIZE, bad_steps, check_bad_steps, growth, wanted_skips
 
+from downloads import download
 from ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,15 +41,9 @@ def run_all(rank: int, source: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    # What was fetched is kept for the next run of the tests: pip runs its setup.py, which imports torch.
-    fetched, folder = Path(request.config.cache.mkdir("deepspeed")), tmp_path_factory.mktemp("deepspeed")
-    archive = fetched / f"deepspeed-{VERSION}.tar.gz"
-    if not archive.exists():
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command = [*pip, "--no-build-isolation", "--dest", str(fetched), f"deepspeed=={VERSION}"]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        if ended.returncode:
-            pytest.skip(f"pip cannot fetch deepspeed {VERSION} here: {ended.stderr.strip().splitlines()[-1]}")
+    folder = tmp_path_factory.mktemp("deepspeed")
+    # pip runs its setup.py, which imports torch.
+    archive = download(f"deepspeed=={VERSION}", f"deepspeed-{VERSION}.tar.gz", request.config, "--no-build-isolation")
     with tarfile.open(archive) as files:
         files.extractall(folder, filter="data")
     return run_ranks(run_all, WORLD_SIZE, folder / f"deepspeed-{VERSION}", timeout_s=280.0, take_down=False)

@@ -18,6 +18,7 @@ import pytest
 from distscale.fp8.wire_cuda import WIRE
 from distscale.sweep import nvrtc
 from distscale.sweep.choice import Unavailable
+from downloads import download
 
 PROGRAMS = [nvrtc.SWEEP, WIRE]
 MOST_REGISTERS = {"scale": 64, "sweep": 64, "sweep_and_write": 128, "find_amax": 64, "quantize": 128, "sum_rows": 64}
@@ -50,14 +51,8 @@ def test_no_kernel_spills(program: nvrtc.Program, arch: str) -> None:
 @pytest.mark.timeout(300)
 def test_the_oldest_nvrtc_compiles_them_too(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """The one of torch 2.11. It takes a lambda for a function of the host, which later ones do not."""
-    fetched = Path(request.config.cache.mkdir("nvrtc"))
-    if not list(fetched.glob(f"*{OLDEST}*.whl")):
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command = [*pip, "--only-binary", ":all:", "--dest", str(fetched), f"nvidia-cuda-nvrtc=={OLDEST}"]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        if ended.returncode:
-            pytest.skip(f"pip cannot fetch NVRTC {OLDEST} here: {ended.stderr.strip().splitlines()[-1]}")
-    with zipfile.ZipFile(next(fetched.glob(f"*{OLDEST}*.whl"))) as files:
+    wheel = download(f"nvidia-cuda-nvrtc=={OLDEST}", f"*{OLDEST}*.whl", request.config, "--only-binary", ":all:")
+    with zipfile.ZipFile(wheel) as files:
         files.extractall(tmp_path)
     libraries = sorted(map(str, tmp_path.glob("nvidia/**/libnvrtc*.so*")), key=lambda path: "builtins" not in path)
     command = [sys.executable, "-W", "ignore", "-c", COMPILE, *libraries]
